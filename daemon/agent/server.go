@@ -1,0 +1,137 @@
+package agent
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// Listen binds the agent socket, in place of one that a dead daemon left. From then on the plugin's calls
+// queue until Serve.
+func Listen(path string) (net.Listener, error) {
+	if c, err := net.DialTimeout("unix", path, time.Second); err == nil {
+		_ = c.Close() // nothing was said
+		return nil, fmt.Errorf("agent socket %s: another sluiced is serving it", path)
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return nil, fmt.Errorf("agent socket: %w", err)
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, fmt.Errorf("agent socket: %w", err)
+	}
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		return nil, fmt.Errorf("agent socket: %w", err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		return nil, errors.Join(fmt.Errorf("agent socket: %w", err), l.Close())
+	}
+	return l, nil
+}
+
+// Serve answers on l until ctx ends.
+func (a *Agent) Serve(ctx context.Context, l net.Listener) error {
+	s := &http.Server{
+		Handler:        a.handler(),
+		ReadTimeout:    attach.Timeout,
+		WriteTimeout:   2 * attach.Timeout,
+		IdleTimeout:    attach.Timeout,
+		MaxHeaderBytes: 8 << 10,
+		ErrorLog:       slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
+	}
+	stop := context.AfterFunc(ctx, func() { _ = s.Close() }) // what it interrupts, the plugin takes for a daemon that is down
+	defer stop()
+	if err := s.Serve(rootOnly{l, a.log}); !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("serving the agent socket: %w", err)
+	}
+	return nil
+}
+
+// rootOnly hangs up on peers that are neither root nor the daemon's own user. The mode of the socket says the
+// same, but a socket can be mounted into places where it should not be.
+type rootOnly struct {
+	net.Listener
+	log *slog.Logger
+}
+
+func (l rootOnly) Accept() (net.Conn, error) {
+	for {
+		c, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		cred, err := peer(c.(*net.UnixConn))
+		if err == nil && (cred.Uid == 0 || int(cred.Uid) == os.Geteuid()) {
+			return c, nil
+		}
+		l.log.Warn("agent socket: peer turned away", "peer", fmt.Sprintf("%+v", cred), "err", err)
+		_ = c.Close() // nothing was said
+	}
+}
+
+func peer(c *net.UnixConn) (cred *unix.Ucred, err error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	cerr := raw.Control(func(fd uintptr) {
+		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	})
+	return cred, errors.Join(cerr, err)
+}
+
+func (a *Agent) handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST "+attach.PathAttachments, func(w http.ResponseWriter, r *http.Request) {
+		var at attach.Attachment
+		dec := json.NewDecoder(http.MaxBytesReader(w, r.Body, attach.MaxRequest))
+		dec.DisallowUnknownFields()
+		if err := dec.Decode(&at); err != nil {
+			answer(w, nil, &attach.RefusedError{Message: fmt.Sprintf("the request is not an attachment: %v", err), Final: true})
+			return
+		}
+		d, err := a.Attach(at)
+		answer(w, d, err)
+	})
+	mux.HandleFunc("DELETE "+attach.PathAttachments+"/{containerID}/{ifName}", func(w http.ResponseWriter, r *http.Request) {
+		id := attach.ID{ContainerID: r.PathValue("containerID"), IfName: r.PathValue("ifName")}
+		if err := id.Validate(); err != nil {
+			answer(w, nil, &attach.RefusedError{Message: err.Error(), Final: true})
+			return
+		}
+		answer(w, struct{}{}, a.Detach(id))
+	})
+	mux.HandleFunc("GET "+attach.PathAttachments, func(w http.ResponseWriter, _ *http.Request) {
+		answer(w, a.Status().Attachments, nil)
+	})
+	mux.HandleFunc("GET "+attach.PathStatus, func(w http.ResponseWriter, _ *http.Request) {
+		answer(w, a.Status(), nil)
+	})
+	return mux
+}
+
+func answer(w http.ResponseWriter, v any, err error) {
+	w.Header().Set("Content-Type", "application/json")
+	if err != nil {
+		refused := &attach.RefusedError{Message: err.Error()}
+		errors.As(err, &refused)
+		code := http.StatusServiceUnavailable
+		if refused.Final {
+			code = http.StatusUnprocessableEntity
+		}
+		w.WriteHeader(code)
+		v = refused
+	}
+	_ = json.NewEncoder(w).Encode(v) // a peer that hung up will ask again
+}

@@ -1,0 +1,307 @@
+// Package config reads the file that `sluiced run --config` is given.
+package config
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// Config is the configuration, every value parsed and checked.
+type Config struct {
+	Upstream Upstream
+	Capture  Capture
+	Late     Late
+	// AgentSocket is where the plugin and `sluiced status` find the daemon.
+	AgentSocket string
+	StateDir    string
+	// MetricsAddress is where Prometheus scrapes; empty for nowhere.
+	MetricsAddress string
+}
+
+// Upstream is the node's proxy.
+type Upstream struct {
+	// Address is host:port, environment variables expanded.
+	Address  string
+	Protocol Protocol
+}
+
+// Protocol is how the upstream is asked for the original destination.
+type Protocol string
+
+// The protocols.
+const (
+	Connect Protocol = "connect"
+	SOCKS5  Protocol = "socks5"
+)
+
+// Capture says which attachments are captured, and what of their traffic.
+type Capture struct {
+	Source       Source
+	IncludePorts []ruleset.PortRange
+	ExcludePorts []ruleset.PortRange
+	ExcludeCIDRs []netip.Prefix
+	RejectQUIC   bool
+}
+
+// Source is who says whether an attachment is captured.
+type Source string
+
+// All captures every attachment that the plugin asks about.
+const All Source = "all"
+
+// Late says what becomes of connections while the upstream is late.
+type Late struct {
+	Policy Policy
+	// Timeout is how long a connection waits; 0 for as long as it takes.
+	Timeout time.Duration
+}
+
+// Policy is one of the ways to wait.
+type Policy string
+
+// Queue lets connections wait in the kernel.
+const Queue Policy = "queue"
+
+// Load reads the file at path.
+func Load(path string) (Config, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return Config{}, fmt.Errorf("reading configuration: %w", err)
+	}
+	c, err := Parse(data, os.LookupEnv)
+	if err != nil {
+		return Config{}, fmt.Errorf("%s: %w", path, err)
+	}
+	return c, nil
+}
+
+// Parse reads a configuration in YAML. An error names the key and the value that are wrong.
+func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
+	c := Config{
+		Upstream:       Upstream{Protocol: Connect},
+		Capture:        Capture{ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true},
+		Late:           Late{Policy: Queue},
+		AgentSocket:    attach.DefaultSocket,
+		StateDir:       attach.DefaultStateDir,
+		MetricsAddress: "127.0.0.1:15090",
+	}
+	js, err := yaml.YAMLToJSONStrict(data)
+	if err != nil {
+		return Config{}, err
+	}
+	keys := c.keys(lookupEnv)
+	if err := walk("", js, keys); err != nil {
+		return Config{}, err
+	}
+	for _, missing := range []struct {
+		key   string
+		unset bool
+	}{{"upstream.address", c.Upstream.Address == ""}, {"capture.source", c.Capture.Source == ""}} {
+		if missing.unset {
+			return Config{}, fmt.Errorf("%s: missing", missing.key)
+		}
+	}
+	return c, nil
+}
+
+// setter takes the value of one key.
+type setter func(json.RawMessage) error
+
+// keys is every key of the file, by its path, and where its value goes.
+func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
+	return map[string]setter{
+		"upstream.address": text(&c.Upstream.Address, func(s string) (string, error) {
+			s, err := expand(s, lookupEnv)
+			if err != nil {
+				return "", err
+			}
+			return hostPort(s)
+		}),
+		"upstream.protocol":    text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5}, "sockets")),
+		"capture.source":       text(&c.Capture.Source, oneOf([]Source{All}, "kubernetes")),
+		"capture.includePorts": list(&c.Capture.IncludePorts, ruleset.ParsePortRange),
+		"capture.excludePorts": list(&c.Capture.ExcludePorts, ruleset.ParsePortRange),
+		"capture.excludeCIDRs": list(&c.Capture.ExcludeCIDRs, ruleset.ParseCIDR),
+		"capture.quic": text(&c.Capture.RejectQUIC, func(s string) (bool, error) {
+			_, err := oneOf([]string{"reject", "allow"})(s)
+			return s == "reject", err
+		}),
+		"late.policy":    text(&c.Late.Policy, oneOf([]Policy{Queue}, "hold", "direct")),
+		"late.timeout":   text(&c.Late.Timeout, timeout),
+		"agentSocket":    text(&c.AgentSocket, absolute),
+		"stateDir":       text(&c.StateDir, absolute),
+		"metricsAddress": text(&c.MetricsAddress, optional(hostPort)),
+	}
+}
+
+// walk descends into the document and hands each leaf to its key.
+func walk(path string, value json.RawMessage, keys map[string]setter) error {
+	if set, ok := keys[path]; ok {
+		if err := set(value); err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		return nil
+	}
+	var object map[string]json.RawMessage
+	if err := json.Unmarshal(value, &object); err != nil {
+		if path == "" {
+			return fmt.Errorf("%.100s is not a mapping of keys", value)
+		}
+		return fmt.Errorf("%s: %.100s is not a mapping of keys", path, value)
+	}
+	for _, name := range slices.Sorted(maps.Keys(object)) {
+		key := strings.TrimPrefix(path+"."+name, ".")
+		if !leads(key, keys) {
+			return fmt.Errorf("%s: unknown key, with value %.100s; known are %s", key, object[name], strings.Join(near(path, keys), ", "))
+		}
+		if err := walk(key, object[name], keys); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// leads tells whether key is a key, or on the way to one.
+func leads(key string, keys map[string]setter) bool {
+	for k := range keys {
+		if k == key || strings.HasPrefix(k, key+".") {
+			return true
+		}
+	}
+	return false
+}
+
+// near lists the keys in the mapping at path.
+func near(path string, keys map[string]setter) []string {
+	found := map[string]bool{}
+	for k := range keys {
+		if rest, ok := strings.CutPrefix("."+k, strings.TrimSuffix("."+path, ".")+"."); ok {
+			name, _, _ := strings.Cut(rest, ".")
+			found[name] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(found))
+}
+
+func text[T any](to *T, parse func(string) (T, error)) setter {
+	return func(raw json.RawMessage) error {
+		v, err := parse(scalar(raw))
+		if err != nil {
+			return err
+		}
+		*to = v
+		return nil
+	}
+}
+
+func list[T any](to *[]T, parse func(string) (T, error)) setter {
+	return func(raw json.RawMessage) error {
+		var values []json.RawMessage
+		if err := json.Unmarshal(raw, &values); err != nil {
+			return fmt.Errorf("%.100s is not a list", raw)
+		}
+		*to = nil // what is given replaces the default
+		for _, value := range values {
+			v, err := parse(scalar(value))
+			if err != nil {
+				return err
+			}
+			*to = append(*to, v)
+		}
+		return nil
+	}
+}
+
+// scalar is a string, or what else was written where one belongs: a port needs no quotes, and whatever is no
+// value at all is for the parser to name.
+func scalar(raw json.RawMessage) string {
+	var s string
+	if err := json.Unmarshal(raw, &s); err != nil || string(raw) == "null" {
+		return string(raw)
+	}
+	return s
+}
+
+// oneOf takes the values that there are. later are those that the documentation names and this version
+// does not have: better said at start than found out by a connection.
+func oneOf[T ~string](values []T, later ...string) func(string) (T, error) {
+	return func(s string) (T, error) {
+		if slices.Contains(values, T(s)) {
+			return T(s), nil
+		}
+		if slices.Contains(later, s) {
+			return "", fmt.Errorf("%q is not in this version yet; it has %v", s, values)
+		}
+		return "", fmt.Errorf("%q is not one of %v", s, values)
+	}
+}
+
+func optional(parse func(string) (string, error)) func(string) (string, error) {
+	return func(s string) (string, error) {
+		if s == "" {
+			return "", nil
+		}
+		return parse(s)
+	}
+}
+
+func timeout(s string) (time.Duration, error) {
+	d, err := time.ParseDuration(s)
+	switch {
+	case err != nil || d < 0:
+		return 0, fmt.Errorf("%q is not a duration such as 90s or 10m", s)
+	case d > 0:
+		return 0, fmt.Errorf("%q: a limit is not in this version yet; it has 0s, to wait for as long as it takes", s)
+	}
+	return d, nil
+}
+
+func absolute(s string) (string, error) {
+	if !filepath.IsAbs(s) {
+		return "", fmt.Errorf("%q is not an absolute path", s)
+	}
+	return filepath.Clean(s), nil
+}
+
+func hostPort(s string) (string, error) {
+	host, port, err := net.SplitHostPort(s)
+	if err != nil || host == "" {
+		return "", fmt.Errorf("%q is not host:port", s)
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return "", fmt.Errorf("%q: %q is not a port from 1 to 65535", s, port)
+	}
+	return s, nil
+}
+
+// expand replaces ${NAME}. An IPv6 address gets the brackets that a port behind it needs.
+func expand(s string, lookup func(string) (string, bool)) (string, error) {
+	var errs []error
+	bracketed := strings.HasPrefix(s, "[")
+	out := os.Expand(s, func(name string) string {
+		v, ok := lookup(name)
+		if !ok || v == "" {
+			errs = append(errs, fmt.Errorf("%q: the environment has no %s", s, name))
+		}
+		if a, err := netip.ParseAddr(v); err == nil && a.Is6() && !bracketed {
+			return "[" + v + "]"
+		}
+		return v
+	})
+	return out, errors.Join(errs...)
+}

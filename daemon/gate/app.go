@@ -1,0 +1,123 @@
+package gate
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"sync"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// AppState is what has become of the other end of a captured connection.
+type AppState int
+
+// The states of an app's socket.
+const (
+	AppUnknown AppState = iota // not in the pod's own netns, or gone
+	AppOpen                    // some process holds it, even if one direction is shut
+	AppClosed                  // no process does
+)
+
+// diag asks the kernel for sockets in one netns, by sock_diag(7).
+type diag struct {
+	mu   sync.Mutex
+	file *os.File
+}
+
+// openDiag is for a thread in the netns.
+func openDiag() (*diag, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_SOCK_DIAG)
+	if err != nil {
+		return nil, fmt.Errorf("sock_diag: %w", err)
+	}
+	return &diag{file: os.NewFile(uintptr(fd), "sock_diag")}, nil
+}
+
+// inetDiagReq is struct inet_diag_req_v2 behind a struct nlmsghdr (linux/inet_diag.h).
+type inetDiagReq struct {
+	header           unix.NlMsghdr
+	family, protocol uint8
+	ext, pad         uint8
+	states           uint32
+	id               inetDiagSockID
+}
+
+type inetDiagSockID struct {
+	sport, dport [2]byte // in network byte order, as the addresses
+	src, dst     [16]byte
+	iface        uint32
+	cookie       [2]uint32
+}
+
+// inetDiagMsg is the beginning of struct inet_diag_msg behind its header.
+type inetDiagMsg struct {
+	header                        unix.NlMsghdr
+	family, state, timer, retrans uint8
+	id                            inetDiagSockID
+	expires, rqueue, wqueue, uid  uint32
+	inode                         uint32
+}
+
+const sockDiagByFamily = 20 // SOCK_DIAG_BY_FAMILY, linux/sock_diag.h
+
+// AppState looks up the socket from which src was connected to dst. An app that has closed its socket sends
+// the same FIN as one that has only shut its sending side down; the kernel knows which it was.
+func (g *Gate) AppState(src, dst netip.AddrPort) AppState {
+	state, err := g.diag.lookup(src, dst)
+	if err != nil {
+		return AppUnknown
+	}
+	return state
+}
+
+func (d *diag) lookup(src, dst netip.AddrPort) (AppState, error) {
+	req := inetDiagReq{
+		header: unix.NlMsghdr{
+			Len: uint32(unsafe.Sizeof(inetDiagReq{})), Type: sockDiagByFamily, Flags: unix.NLM_F_REQUEST,
+		},
+		family: unix.AF_INET, protocol: unix.IPPROTO_TCP, states: ^uint32(0),
+		id: inetDiagSockID{cookie: [2]uint32{^uint32(0), ^uint32(0)}}, // INET_DIAG_NOCOOKIE
+	}
+	if src.Addr().Is6() {
+		req.family = unix.AF_INET6
+	}
+	binary.BigEndian.PutUint16(req.id.sport[:], src.Port())
+	binary.BigEndian.PutUint16(req.id.dport[:], dst.Port())
+	copy(req.id.src[:], src.Addr().AsSlice())
+	copy(req.id.dst[:], dst.Addr().AsSlice())
+	var reply inetDiagMsg
+	n, err := d.converse(
+		unsafe.Slice((*byte)(unsafe.Pointer(&req)), unsafe.Sizeof(req)),
+		unsafe.Slice((*byte)(unsafe.Pointer(&reply)), unsafe.Sizeof(reply)),
+	)
+	switch {
+	case err != nil:
+		return AppUnknown, err
+	case reply.header.Type != sockDiagByFamily || n < int(unsafe.Sizeof(reply)):
+		return AppUnknown, nil // NLMSG_ERROR: no such socket
+	case reply.inode == 0:
+		return AppClosed, nil
+	default:
+		return AppOpen, nil
+	}
+}
+
+func (d *diag) converse(say, hear []byte) (n int, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	raw, err := d.file.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	cerr := raw.Control(func(fd uintptr) {
+		// The kernel answers while it takes the request, so neither call blocks.
+		if err = unix.Sendto(int(fd), say, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err == nil {
+			n, _, err = unix.Recvfrom(int(fd), hear, unix.MSG_DONTWAIT|unix.MSG_TRUNC)
+		}
+	})
+	return n, errors.Join(cerr, err)
+}

@@ -1,0 +1,168 @@
+// Package gate holds one pod's listeners in its netns: where captured connections wait while the upstream
+// is late. It only holds them; who accepts is somebody else's business.
+package gate
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+
+	"github.com/containernetworking/plugins/pkg/ns"
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// Gate is the listeners of one pod, one for each address family. They pin the netns until Close.
+type Gate struct {
+	Listeners []*Listener
+	diag      *diag
+}
+
+// Listener is a listening socket in a pod's netns.
+type Listener struct{ file *os.File }
+
+// backlog is more than any net.core.somaxconn: the kernel takes the smaller of the two.
+const backlog = 1 << 16
+
+// Open listens on every address of the netns at path. Wildcards, because what a nested container sends is
+// redirected to the address of the bridge it came in by.
+func Open(path string) (*Gate, error) {
+	g := &Gate{}
+	err := ns.WithNetNSPath(path, func(ns.NetNS) (err error) {
+		if g.diag, err = openDiag(); err != nil {
+			return err
+		}
+		for _, at := range []unix.Sockaddr{
+			&unix.SockaddrInet4{Port: ruleset.OutboundPort},
+			&unix.SockaddrInet6{Port: ruleset.OutboundPort},
+		} {
+			l, err := listen(at)
+			if errors.Is(err, unix.EAFNOSUPPORT) {
+				continue // a kernel without IPv6
+			}
+			if err != nil {
+				return err
+			}
+			g.Listeners = append(g.Listeners, l)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("listening on port %d in netns %s: %w", ruleset.OutboundPort, path, err), g.Close())
+	}
+	return g, nil
+}
+
+func listen(at unix.Sockaddr) (*Listener, error) {
+	family := unix.AF_INET
+	if _, is := at.(*unix.SockaddrInet6); is {
+		family = unix.AF_INET6
+	}
+	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("socket: %w", err)
+	}
+	l := &Listener{os.NewFile(uintptr(fd), "gate")}
+	fail := func(step string, err error) (*Listener, error) {
+		return nil, errors.Join(fmt.Errorf("%s: %w", step, err), l.file.Close())
+	}
+	// Connections of a daemon that died may still occupy the port.
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err != nil {
+		return fail("SO_REUSEADDR", err)
+	}
+	if family == unix.AF_INET6 { // the other listener has IPv4
+		if err := unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1); err != nil {
+			return fail("IPV6_V6ONLY", err)
+		}
+	}
+	if err := unix.Bind(fd, at); err != nil {
+		return fail("bind", err)
+	}
+	if err := unix.Listen(fd, backlog); err != nil {
+		return fail("listen", err)
+	}
+	return l, nil
+}
+
+// Close closes the listeners. Connections that wait in their accept queues are reset by the kernel.
+func (g *Gate) Close() error {
+	var errs []error
+	for _, l := range g.Listeners {
+		errs = append(errs, l.file.Close())
+	}
+	if g.diag != nil {
+		errs = append(errs, g.diag.file.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Queued counts the connections in the kernel's accept queues.
+func (g *Gate) Queued() (int, error) {
+	n := 0
+	for _, l := range g.Listeners {
+		q, err := l.queued()
+		if err != nil {
+			return 0, err
+		}
+		n += q
+	}
+	return n, nil
+}
+
+func (l *Listener) queued() (n int, err error) {
+	cerr := l.control(func(fd int) {
+		var info *unix.TCPInfo
+		if info, err = unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+			n = int(info.Unacked) // of a listener: sk_ack_backlog (tcp_get_info in net/ipv4/tcp.c)
+		}
+	})
+	return n, errors.Join(cerr, err)
+}
+
+func (l *Listener) control(do func(fd int)) error {
+	raw, err := l.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	return raw.Control(func(fd uintptr) { do(int(fd)) })
+}
+
+// Wait returns when a connection can be accepted. It accepts none: whoever is not ready to serve one lets
+// it wait where it is. After Close it returns an error that is os.ErrClosed.
+func (l *Listener) Wait() error {
+	raw, err := l.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	return raw.Read(func(fd uintptr) bool {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		n, err := unix.Poll(p, 0)
+		return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
+	})
+}
+
+// Accept takes the connection that has waited longest; nil when there is none after all.
+func (l *Listener) Accept() (*net.TCPConn, error) {
+	var fd int
+	var err error
+	if cerr := l.control(func(l int) {
+		fd, _, err = unix.Accept4(l, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
+	}); cerr != nil {
+		return nil, cerr
+	}
+	switch {
+	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.ECONNABORTED), errors.Is(err, unix.EINTR):
+		return nil, nil
+	case err != nil:
+		return nil, fmt.Errorf("accept: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "captured")
+	defer f.Close() //nolint:errcheck // FileConn has its own duplicate
+	c, err := net.FileConn(f)
+	if err != nil {
+		return nil, err
+	}
+	return c.(*net.TCPConn), nil
+}

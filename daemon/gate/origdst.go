@@ -1,0 +1,62 @@
+package gate
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// ErrNotRedirected is returned for a connection that was made to the listener itself.
+var ErrNotRedirected = errors.New("connected to the capture port directly")
+
+// soOriginalDst is SO_ORIGINAL_DST and IP6T_SO_ORIGINAL_DST (linux/netfilter_ipv4.h and its IPv6 sibling).
+const soOriginalDst = 80
+
+// OriginalDestination is where the app meant to connect, as conntrack remembers it.
+func OriginalDestination(c *net.TCPConn) (netip.AddrPort, error) {
+	local := c.LocalAddr().(*net.TCPAddr).AddrPort()
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	var dst netip.AddrPort
+	cerr := raw.Control(func(fd uintptr) {
+		if local.Addr().Unmap().Is4() {
+			dst, err = originalIPv4(int(fd))
+		} else {
+			dst, err = originalIPv6(int(fd))
+		}
+	})
+	if err := errors.Join(cerr, err); err != nil {
+		return netip.AddrPort{}, fmt.Errorf("SO_ORIGINAL_DST: %w", err)
+	}
+	if dst == netip.AddrPortFrom(local.Addr().Unmap().WithZone(""), local.Port()) {
+		return dst, ErrNotRedirected
+	}
+	return dst, nil
+}
+
+// The x/sys wrappers used here are those whose result has the size that the kernel fills in.
+
+func originalIPv4(fd int) (netip.AddrPort, error) {
+	in, err := unix.GetsockoptIPv6Mreq(fd, unix.SOL_IP, soOriginalDst) // 20 bytes for a sockaddr_in of 16
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	b := in.Multiaddr // family, port, address
+	return netip.AddrPortFrom(netip.AddrFrom4([4]byte(b[4:8])), binary.BigEndian.Uint16(b[2:4])), nil
+}
+
+func originalIPv6(fd int) (netip.AddrPort, error) {
+	in, err := unix.GetsockoptIPv6MTUInfo(fd, unix.SOL_IPV6, soOriginalDst) // begins with a sockaddr_in6
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	port := (*[2]byte)(unsafe.Pointer(&in.Addr.Port)) // in network byte order
+	return netip.AddrPortFrom(netip.AddrFrom16(in.Addr.Addr), binary.BigEndian.Uint16(port[:])), nil
+}

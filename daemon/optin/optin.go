@@ -1,0 +1,140 @@
+// Package optin decides about attachments: whether a pod is captured, and what of its traffic.
+package optin
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// Decide says what becomes of a, given every interface through which its container is attached. An error
+// is the pod's own: an annotation that is none.
+func Decide(c config.Config, a attach.Attachment, interfaces []string) (attach.Decision, error) {
+	r := ruleset.Ruleset{
+		Interfaces:   interfaces,
+		Upstream:     reachable(c.Upstream.Address),
+		IncludePorts: c.Capture.IncludePorts,
+		ExcludePorts: c.Capture.ExcludePorts,
+		ExcludeCIDRs: c.Capture.ExcludeCIDRs,
+		RejectQUIC:   c.Capture.RejectQUIC,
+	}
+	if err := annotate(&r, a.Annotations); err != nil {
+		return attach.Decision{}, err
+	}
+	return attach.Decision{Capture: true, Ruleset: &r, Reason: "capture.source is all"}, nil
+}
+
+// reachable is the upstream's address if a pod could dial it: not a name, and not the node's loopback.
+func reachable(address string) netip.AddrPort {
+	ap, err := netip.ParseAddrPort(address)
+	if err != nil || ap.Addr().IsLoopback() || ap.Addr().IsUnspecified() {
+		return netip.AddrPort{}
+	}
+	return netip.AddrPortFrom(ap.Addr().Unmap().WithZone(""), ap.Port())
+}
+
+// Prefix is that of every annotation of ours.
+const Prefix = "sluice.dev/"
+
+// annotations is every annotation, and what it does to the ruleset. What a pod includes replaces what the
+// configuration includes; what it excludes is added.
+var annotations = map[string]func(*ruleset.Ruleset, string) error{
+	"include-outbound-ports": func(r *ruleset.Ruleset, v string) (err error) {
+		r.IncludePorts, err = list(v, ruleset.ParsePortRange)
+		return err
+	},
+	"exclude-outbound-ports": func(r *ruleset.Ruleset, v string) error {
+		ports, err := list(v, ruleset.ParsePortRange)
+		r.ExcludePorts = slices.Concat(r.ExcludePorts, ports)
+		return err
+	},
+	"include-outbound-cidrs": func(r *ruleset.Ruleset, v string) (err error) {
+		r.IncludeCIDRs, err = list(v, ruleset.ParseCIDR)
+		return err
+	},
+	"exclude-outbound-cidrs": func(r *ruleset.Ruleset, v string) error {
+		cidrs, err := list(v, ruleset.ParseCIDR)
+		r.ExcludeCIDRs = slices.Concat(r.ExcludeCIDRs, cidrs)
+		return err
+	},
+	"exclude-interfaces": func(r *ruleset.Ruleset, v string) error {
+		names, err := list(v, func(s string) (string, error) { return s, ruleset.ValidateInterface(s) })
+		r.ExcludeInterfaces = slices.Concat(r.ExcludeInterfaces, names)
+		return err
+	},
+	"quic": func(r *ruleset.Ruleset, v string) error {
+		if v != "reject" && v != "allow" {
+			return errors.New("want reject or allow")
+		}
+		r.RejectQUIC = v == "reject"
+		return nil
+	},
+	"when-late": func(_ *ruleset.Ruleset, v string) error {
+		switch v {
+		case "queue":
+			return nil
+		case "hold", "direct":
+			return errors.New("not in this version yet; it has queue")
+		}
+		return errors.New("want queue, hold or direct")
+	},
+	"late-timeout": func(_ *ruleset.Ruleset, v string) error {
+		d, err := time.ParseDuration(v)
+		if err != nil || d < 0 {
+			return errors.New("want a duration such as 90s or 10m")
+		}
+		if d > 0 {
+			return errors.New("a limit is not in this version yet; it has 0s, to wait for as long as it takes")
+		}
+		return nil
+	},
+	"capture-inbound-ports": func(_ *ruleset.Ruleset, v string) error {
+		ports, err := list(v, ruleset.ParsePortRange)
+		if err == nil && len(ports) > 0 {
+			return errors.New("inbound capture is not in this version yet")
+		}
+		return err
+	},
+}
+
+// annotate applies a pod's annotations. The error names the key and the value.
+func annotate(r *ruleset.Ruleset, pod map[string]string) error {
+	for _, key := range slices.Sorted(maps.Keys(pod)) {
+		name, ours := strings.CutPrefix(key, Prefix)
+		if !ours {
+			continue
+		}
+		apply, ok := annotations[name]
+		if !ok {
+			return fmt.Errorf("annotation %s: unknown; known are %s", key, strings.Join(slices.Sorted(maps.Keys(annotations)), ", "))
+		}
+		if err := apply(r, pod[key]); err != nil {
+			return fmt.Errorf("annotation %s: %q: %w", key, pod[key], err)
+		}
+	}
+	return nil
+}
+
+// list splits "80, 443" and parses each part; an empty value is an empty list.
+func list[T any](value string, parse func(string) (T, error)) ([]T, error) {
+	if strings.TrimSpace(value) == "" {
+		return nil, nil
+	}
+	var values []T
+	for part := range strings.SplitSeq(value, ",") {
+		v, err := parse(strings.TrimSpace(part))
+		if err != nil {
+			return nil, err
+		}
+		values = append(values, v)
+	}
+	return values, nil
+}

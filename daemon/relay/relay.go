@@ -1,0 +1,314 @@
+// Package relay carries captured connections to the upstream: it accepts when the upstream is there, asks it
+// for the original destination, and joins the two.
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/upstream"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+const (
+	// handshakes is how many connections are on their way to the upstream's answer at a time. It is
+	// well below mitmproxy's backlog of 100, beyond which its kernel drops SYNs.
+	handshakes = 64
+	// slow is when a handshake stops counting. The upstream's backlog has let it go by then; what
+	// takes so long is the destination, and one pod's dead destinations must not delay the others.
+	slow = time.Second
+	// pauses between attempts grow from the first to the second.
+	firstPause, lastPause = 10 * time.Millisecond, time.Second
+)
+
+// Relay serves any number of pods over one upstream.
+type Relay struct {
+	upstream *upstream.Upstream
+	slots    chan struct{}
+	log      *slog.Logger
+}
+
+// New makes a relay to up.
+func New(up *upstream.Upstream, log *slog.Logger) *Relay {
+	return &Relay{upstream: up, slots: make(chan struct{}, handshakes), log: log}
+}
+
+// Pod is whose connections come through a gate, and what has become of them.
+type Pod struct {
+	Name attach.Pod
+	IPs  []netip.Addr
+
+	waiting atomic.Int64
+	mu      sync.Mutex
+	open    map[*net.TCPConn]struct{} // to the upstream
+	bytes   uint64                    // of connections that have ended
+}
+
+// Counts are what a pod's connections come to.
+type Counts struct {
+	Waiting int // accepted, not answered for by the upstream yet
+	Open    int
+	Bytes   uint64 // both ways together
+}
+
+// Counts asks the kernel for what the open connections have carried so far.
+func (p *Pod) Counts() Counts {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	c := Counts{Waiting: int(p.waiting.Load()), Open: len(p.open), Bytes: p.bytes}
+	for conn := range p.open {
+		c.Bytes += carried(conn)
+	}
+	return c
+}
+
+func (p *Pod) opened(conn *net.TCPConn) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.open == nil {
+		p.open = map[*net.TCPConn]struct{}{}
+	}
+	p.open[conn] = struct{}{}
+}
+
+func (p *Pod) closed(conn *net.TCPConn) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.bytes += carried(conn)
+	delete(p.open, conn)
+}
+
+// Serve accepts what comes through g until g is closed, then until ctx ends, and returns when the last
+// connection has ended. Nothing is accepted while the upstream is late.
+func (r *Relay) Serve(ctx context.Context, g *gate.Gate, pod *Pod) {
+	var wg sync.WaitGroup
+	for _, l := range g.Listeners {
+		wg.Go(func() { r.accept(ctx, g, l, pod, &wg) })
+	}
+	wg.Wait()
+}
+
+func (r *Relay) accept(ctx context.Context, g *gate.Gate, l *gate.Listener, pod *Pod, wg *sync.WaitGroup) {
+	for {
+		if err := l.Wait(); err != nil {
+			if !errors.Is(err, os.ErrClosed) {
+				r.log.Error("no longer accepting", "pod", pod.Name, "err", err)
+			}
+			return
+		}
+		slot, err := r.enter(ctx)
+		if err != nil {
+			return // only ctx
+		}
+		conn, err := l.Accept()
+		if conn == nil {
+			slot.leave()
+			if errors.Is(err, os.ErrClosed) {
+				return
+			}
+			if err != nil { // out of descriptors, most likely: it waits where it is
+				r.log.Warn("accepting", "pod", pod.Name, "err", err)
+				pause(ctx, lastPause)
+			}
+			continue
+		}
+		wg.Go(func() { r.serve(ctx, g, conn, pod, slot) })
+	}
+}
+
+// slot is the right to have one handshake with the upstream under way.
+type slot struct {
+	slots chan struct{}
+	once  sync.Once
+}
+
+// enter waits until the upstream is there and a slot is free: this is where the gate is shut.
+func (r *Relay) enter(ctx context.Context) (*slot, error) {
+	for {
+		if err := r.upstream.Wait(ctx); err != nil {
+			return nil, err
+		}
+		select {
+		case r.slots <- struct{}{}:
+			return &slot{slots: r.slots}, nil
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+func (s *slot) leave() { s.once.Do(func() { <-s.slots }) }
+
+// serve owns conn: it is closed, or reset, when serve returns.
+func (r *Relay) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, pod *Pod, slot *slot) {
+	defer slot.leave()
+	log := r.log.With("pod", pod.Name.String(), "from", conn.RemoteAddr().String())
+	dst, err := gate.OriginalDestination(conn)
+	if err == nil {
+		err = permitted(dst)
+	}
+	if err != nil {
+		log.Warn("connection refused", "to", dst.String(), "err", err)
+		reset(conn)
+		return
+	}
+	pod.waiting.Add(1)
+	up, first, err := r.reach(ctx, conn, upstream.Request{Destination: dst, Source: pod.source(conn), Pod: pod.Name}, slot)
+	pod.waiting.Add(-1)
+	if err != nil {
+		log.Info("connection reset", "to", dst.String(), "err", err)
+		reset(conn)
+		return
+	}
+	slot.leave()
+	log.Debug("connection relayed", "to", dst.String())
+	pod.opened(up)
+	j := junction{app: conn, up: up, ending: func() { pod.closed(up) }}
+	if !r.upstream.HalfClose() {
+		src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
+		j.appState = func() gate.AppState { return g.AppState(netip.AddrPortFrom(src.Addr().Unmap(), src.Port()), dst) }
+	}
+	j.run(ctx, first)
+}
+
+// source is the pod's own address, whoever in the pod is asking, and the port that was asked from.
+func (p *Pod) source(conn *net.TCPConn) netip.AddrPort {
+	remote := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
+	for _, ip := range p.IPs {
+		if ip.Is4() == remote.Addr().Unmap().Is4() {
+			return netip.AddrPortFrom(ip, remote.Port())
+		}
+	}
+	return netip.AddrPort{}
+}
+
+// reach asks the upstream until it answers. Not one byte has been read from conn meanwhile, so to ask again
+// is always safe.
+func (r *Relay) reach(ctx context.Context, conn *net.TCPConn, req upstream.Request, s *slot) (*net.TCPConn, []byte, error) {
+	for wait := firstPause; ; wait = min(2*wait, lastPause) {
+		up, first, err := r.ask(ctx, conn, req, s)
+		switch {
+		case err == nil:
+			return up, first, nil
+		case ctx.Err() != nil:
+			return nil, nil, ctx.Err()
+		case errors.Is(err, upstream.ErrUnreachable):
+			return nil, nil, err
+		case ended(conn):
+			return nil, nil, fmt.Errorf("the app gave up: %w", err)
+		}
+		if errors.Is(err, upstream.ErrMisconfigured) {
+			wait = lastPause
+		}
+		if err := r.upstream.Pause(ctx, wait); err != nil {
+			return nil, nil, err
+		}
+	}
+}
+
+// ask is one attempt. If it is slow it gives up its slot, and from then on ends with the app.
+func (r *Relay) ask(ctx context.Context, conn *net.TCPConn, req upstream.Request, s *slot) (*net.TCPConn, []byte, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var patience *time.Timer
+	watched := make(chan struct{})
+	up, first, err := r.upstream.Connect(ctx, req, func() {
+		patience = time.AfterFunc(slow, func() {
+			defer close(watched)
+			s.leave()
+			if untilEnded(conn) {
+				cancel()
+			}
+		})
+	})
+	if patience != nil && !patience.Stop() {
+		_ = conn.SetReadDeadline(time.Unix(1, 0)) // ends untilEnded
+		<-watched
+		_ = conn.SetReadDeadline(time.Time{})
+	}
+	return up, first, err
+}
+
+// metadata are the addresses, beside the link-local ones, at which clouds serve a node's credentials.
+var metadata = []netip.Addr{netip.MustParseAddr("fd00:ec2::254"), netip.MustParseAddr("fd20:ce::254")}
+
+// permitted reports destinations that mean something else on the node than they do in the pod. The rules
+// do not redirect them; whatever made them arrive here, they go no further.
+func permitted(dst netip.AddrPort) error {
+	a := dst.Addr().Unmap()
+	switch {
+	case a.IsLoopback(), a.IsUnspecified():
+		return errors.New("it would be the node's own loopback")
+	case a.IsLinkLocalUnicast():
+		return errors.New("link-local: it would be asked in the node's name")
+	case a.IsMulticast(), a == netip.AddrFrom4([4]byte{255, 255, 255, 255}):
+		return errors.New("not a unicast address")
+	}
+	for _, m := range metadata {
+		if a == m {
+			return errors.New("metadata service: it would be asked in the node's name")
+		}
+	}
+	return nil
+}
+
+// ended tells whether the app has reset its connection. One that has only shut its side down may have
+// bytes waiting for the upstream.
+func ended(conn *net.TCPConn) bool {
+	info, err := tcpInfo(conn)
+	return err != nil || info.State == tcpClose
+}
+
+const tcpClose = 7 // TCP_CLOSE, net/tcp_states.h
+
+// untilEnded returns true once the app has reset conn, false at the read deadline.
+func untilEnded(conn *net.TCPConn) bool {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return true
+	}
+	return raw.Read(func(fd uintptr) bool {
+		info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+		return err != nil || info.State == tcpClose
+	}) == nil
+}
+
+func tcpInfo(conn *net.TCPConn) (info *unix.TCPInfo, err error) {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	cerr := raw.Control(func(fd uintptr) {
+		info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+	})
+	return info, errors.Join(cerr, err)
+}
+
+// carried is what the kernel has counted on conn, both ways.
+func carried(conn *net.TCPConn) uint64 {
+	info, err := tcpInfo(conn)
+	if err != nil {
+		return 0
+	}
+	return info.Bytes_acked + info.Bytes_received
+}
+
+func pause(ctx context.Context, d time.Duration) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-ctx.Done():
+	}
+}

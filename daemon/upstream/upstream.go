@@ -1,0 +1,228 @@
+// Package upstream is the node's proxy: where it is, whether it is there, how it is asked for a
+// destination, and what its answers mean.
+package upstream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// What an upstream that does not connect has said. Only these three matter to who waits.
+var (
+	// ErrLate: nothing of the connection has reached the destination; dial again.
+	ErrLate = errors.New("upstream is late")
+	// ErrUnreachable: the upstream is well, the destination is not.
+	ErrUnreachable = errors.New("upstream cannot reach the destination")
+	// ErrMisconfigured: it will answer the same until somebody changes something; wait, and say so.
+	ErrMisconfigured = errors.New("upstream is not configured for sluice")
+)
+
+const (
+	// probeInterval is how often an upstream that is not there is looked for.
+	probeInterval = 50 * time.Millisecond
+	// dialTimeout bounds the TCP handshake with the upstream. One whose backlog is full does not
+	// refuse but drops SYNs; the kernel sends the second after 1 s, the third after 3.
+	dialTimeout = 5 * time.Second
+	// answerTimeout bounds the wait for the upstream's answer. It is longer than the 135 s after
+	// which mitmproxy gives up on a destination that drops SYNs: that verdict is worth having.
+	answerTimeout = 150 * time.Second
+)
+
+// Upstream is the node's proxy.
+type Upstream struct {
+	address  string
+	protocol config.Protocol
+	log      *slog.Logger
+
+	mu     sync.Mutex
+	ready  chan struct{} // closed while the upstream is there
+	since  time.Time
+	reason string // why it is not, or what is wrong with what it answers
+}
+
+// New describes an upstream. It is late until Run has found it.
+func New(c config.Upstream, log *slog.Logger) *Upstream {
+	return &Upstream{
+		address: c.Address, protocol: c.Protocol, log: log,
+		ready: make(chan struct{}), since: time.Now(), reason: "not looked for yet",
+	}
+}
+
+// Run watches the upstream until ctx ends. It keeps one idle connection to it: there is no sooner word of
+// a proxy's end than the end of its connections, and no cheaper one.
+func (u *Upstream) Run(ctx context.Context) error {
+	for ctx.Err() == nil {
+		next := time.Now().Add(probeInterval)
+		conn, err := u.dial(ctx)
+		switch {
+		case err == nil:
+			u.came()
+			untilClosed(ctx, conn) // by a proxy that ended, or that ends idle connections: the next dial tells
+		case ctx.Err() == nil:
+			u.went(err)
+		}
+		sleep(ctx, time.Until(next))
+	}
+	return nil
+}
+
+// untilClosed returns when the upstream has closed conn, or ctx has ended.
+func untilClosed(ctx context.Context, conn *net.TCPConn) {
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetReadDeadline(time.Unix(1, 0)) })
+	defer stop()
+	defer conn.Close()               //nolint:errcheck // nothing was asked on it
+	_, _ = io.Copy(io.Discard, conn) // whichever way it ends
+}
+
+func (u *Upstream) dial(ctx context.Context) (*net.TCPConn, error) {
+	d := net.Dialer{Timeout: dialTimeout}
+	conn, err := d.DialContext(ctx, "tcp", u.address)
+	if err != nil {
+		return nil, err
+	}
+	return conn.(*net.TCPConn), nil
+}
+
+func (u *Upstream) came() {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.isReady() {
+		return
+	}
+	u.log.Info("upstream is there", "address", u.address, "late", time.Since(u.since).Round(time.Millisecond).String())
+	close(u.ready)
+	u.since, u.reason = time.Now(), ""
+}
+
+func (u *Upstream) went(why error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.isReady() {
+		u.log.Warn("upstream is late: connections wait", "address", u.address, "err", why)
+		u.ready, u.since = make(chan struct{}), time.Now()
+	}
+	u.reason = why.Error()
+}
+
+// isReady is for who holds mu.
+func (u *Upstream) isReady() bool {
+	select {
+	case <-u.ready:
+		return true
+	default:
+		return false
+	}
+}
+
+// Wait returns when the upstream is there.
+func (u *Upstream) Wait(ctx context.Context) error {
+	u.mu.Lock()
+	ready := u.ready
+	u.mu.Unlock()
+	select {
+	case <-ready:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// Pause is how long to wait before asking again: d, but no longer than it takes an upstream that is gone
+// to come back.
+func (u *Upstream) Pause(ctx context.Context, d time.Duration) error {
+	u.mu.Lock()
+	gone := !u.isReady()
+	u.mu.Unlock()
+	if !gone {
+		sleep(ctx, d)
+	}
+	return u.Wait(ctx)
+}
+
+// Status is for people.
+func (u *Upstream) Status() attach.UpstreamStatus {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return attach.UpstreamStatus{
+		Address: u.address, Protocol: string(u.protocol), Ready: u.isReady(), Since: u.since, Reason: u.reason,
+	}
+}
+
+// Request is what the upstream is asked for.
+type Request struct {
+	Destination netip.AddrPort
+	// Source is the pod's address and the port that the connection came from.
+	Source netip.AddrPort
+	Pod    attach.Pod
+}
+
+// HalfClose tells whether the upstream's protocol carries the end of one direction alone.
+func (u *Upstream) HalfClose() bool { return u.protocol == config.SOCKS5 }
+
+// Connect asks the upstream for req.Destination. It returns the connection and the first bytes that the
+// destination has sent already. The error is one of the three above, or that of ctx. dialled is called
+// when the upstream's kernel has accepted the connection.
+func (u *Upstream) Connect(ctx context.Context, req Request, dialled func()) (*net.TCPConn, []byte, error) {
+	conn, err := u.dial(ctx)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: %w", ErrLate, err)
+	}
+	dialled()
+	ask := askConnect
+	if u.protocol == config.SOCKS5 {
+		ask = askSOCKS5
+	}
+	_ = conn.SetDeadline(time.Now().Add(answerTimeout)) // fails only on a closed connection, as the next call will
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	first, err := ask(conn, req)
+	stop()
+	if err == nil {
+		err = conn.SetDeadline(time.Time{})
+	}
+	u.note(err)
+	if err != nil {
+		_ = conn.Close() // the answer counts
+		return nil, nil, err
+	}
+	return conn, first, nil
+}
+
+// note remembers, and says once, what is wrong with what the upstream answers.
+func (u *Upstream) note(err error) {
+	reason := ""
+	if errors.Is(err, ErrMisconfigured) {
+		reason = err.Error()
+	} else if err != nil {
+		return
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if !u.isReady() || u.reason == reason {
+		return
+	}
+	u.reason = reason
+	if reason != "" {
+		u.log.Error("connections wait until this is mended", "address", u.address, "err", reason)
+	} else {
+		u.log.Info("upstream answers as it should again", "address", u.address)
+	}
+}
+
+func sleep(ctx context.Context, d time.Duration) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-ctx.Done():
+	}
+}

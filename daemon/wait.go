@@ -1,0 +1,97 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// waitInterval is how often `sluiced wait` looks.
+const waitInterval = 100 * time.Millisecond
+
+func waitCommand() *cobra.Command {
+	var socket, address, onTimeout string
+	var timeout time.Duration
+	c := &cobra.Command{
+		Use:   "wait",
+		Short: "Wait until the upstream is there",
+		Long: "wait returns when the upstream is there: in an init container, a post-start command, or a script.\n" +
+			"It asks the daemon, or looks for the upstream itself where the daemon's socket is out of reach.",
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if onTimeout != "fail" && onTimeout != "proceed" {
+				return fmt.Errorf("--on-timeout: %q is not one of fail, proceed", onTimeout)
+			}
+			look := func(ctx context.Context) error { return askDaemon(ctx, attach.NewClient(socket)) }
+			if address != "" {
+				look = func(ctx context.Context) error { return connect(ctx, address) }
+			}
+			start := time.Now()
+			err := waitUntil(cmd.Context(), timeout, look)
+			waited := time.Since(start).Round(time.Millisecond)
+			switch {
+			case err == nil:
+				fmt.Fprintf(cmd.ErrOrStderr(), "upstream is there, after %s\n", waited)
+				return nil
+			case cmd.Context().Err() != nil || onTimeout == "fail":
+				return fmt.Errorf("gave up after %s: %w", waited, err)
+			}
+			fmt.Fprintf(cmd.ErrOrStderr(), "proceeding without the upstream after %s: %s\n", waited, err)
+			return nil
+		},
+	}
+	socketFlag(c, &socket)
+	c.Flags().StringVar(&address, "address", "", "look for the upstream at host:port instead of asking the daemon")
+	c.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait; 0 for as long as it takes")
+	c.Flags().StringVar(&onTimeout, "on-timeout", "fail", "fail, or proceed with success")
+	return c
+}
+
+// waitUntil looks until looking succeeds; the error is that of the last look.
+func waitUntil(ctx context.Context, timeout time.Duration, look func(context.Context) error) error {
+	if timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, timeout)
+		defer cancel()
+	}
+	tick := time.NewTicker(waitInterval)
+	defer tick.Stop()
+	last := errors.New("no answer yet")
+	for {
+		err := look(ctx)
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() == nil {
+			last = err
+		}
+		select {
+		case <-ctx.Done():
+			return last
+		case <-tick.C:
+		}
+	}
+}
+
+func askDaemon(ctx context.Context, daemon *attach.Client) error {
+	s, err := daemon.Status(ctx)
+	if err == nil && !s.Upstream.Ready {
+		err = fmt.Errorf("upstream %s is late: %s", s.Upstream.Address, s.Upstream.Reason)
+	}
+	return err
+}
+
+func connect(ctx context.Context, address string) error {
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "tcp", address)
+	if err != nil {
+		return err
+	}
+	return c.Close()
+}

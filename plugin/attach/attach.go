@@ -1,0 +1,125 @@
+// Package attach is what plugin and daemon have in common: an attachment, its record on disk, and the
+// words they say to each other over the agent socket.
+package attach
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"regexp"
+	"strings"
+
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// ID names an attachment: the CNI spec's key of everything that was added.
+type ID struct {
+	ContainerID string `json:"containerID"`
+	IfName      string `json:"ifName"`
+}
+
+func (id ID) String() string { return id.ContainerID + "/" + id.IfName }
+
+// ParseID reads what String writes.
+func ParseID(s string) (ID, error) {
+	c, i, _ := strings.Cut(s, "/")
+	id := ID{ContainerID: c, IfName: i}
+	return id, id.Validate()
+}
+
+// containerID is what the CNI spec allows, bounded so that a record's file name is one.
+var containerID = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,199}$`)
+
+// Validate reports an ID that cannot be a file name or stand in a rule.
+func (id ID) Validate() error {
+	if !containerID.MatchString(id.ContainerID) {
+		return fmt.Errorf("container ID %q: want 1 to 200 letters, digits, '_', '.' or '-'", id.ContainerID)
+	}
+	return ruleset.ValidateInterface(id.IfName)
+}
+
+// Pod is who a connection belongs to. All of it is empty where the runtime names no pod.
+type Pod struct {
+	Namespace string `json:"namespace,omitempty"`
+	Name      string `json:"name,omitempty"`
+	UID       string `json:"uid,omitempty"`
+}
+
+func (p Pod) String() string {
+	if p == (Pod{}) {
+		return "-"
+	}
+	return p.Namespace + "/" + p.Name
+}
+
+// podWord is what Kubernetes and podman use in names, and what can stand in a header.
+var podWord = regexp.MustCompile(`^[a-zA-Z0-9_.-]{0,253}$`)
+
+// Validate reports a value that a header or an event could not carry.
+func (p Pod) Validate() error {
+	for _, w := range []struct{ key, value string }{{"namespace", p.Namespace}, {"name", p.Name}, {"UID", p.UID}} {
+		if !podWord.MatchString(w.value) {
+			return fmt.Errorf("pod %s %q: want letters, digits, '_', '.' or '-'", w.key, w.value)
+		}
+	}
+	return nil
+}
+
+// Attachment is one CNI (containerID, ifname) that the plugin was asked to add, captured or not.
+type Attachment struct {
+	ID
+	// Network is the name of the network configuration; GC is for one network at a time.
+	Network string `json:"network"`
+	// Netns is the path of the pod's network namespace.
+	Netns string       `json:"netns"`
+	Pod   Pod          `json:"pod"`
+	IPs   []netip.Addr `json:"ips"`
+	// Annotations are the pod's, where the runtime hands them to plugins.
+	Annotations map[string]string `json:"annotations,omitempty"`
+}
+
+func (a Attachment) String() string {
+	if a.Pod == (Pod{}) {
+		return a.ID.String()
+	}
+	return a.Pod.String() + " (" + a.ID.String() + ")"
+}
+
+// Validate reports the first value that is not one.
+func (a Attachment) Validate() error {
+	if a.Netns == "" {
+		return errors.New("no netns path")
+	}
+	if err := a.ID.Validate(); err != nil {
+		return err
+	}
+	return a.Pod.Validate()
+}
+
+// State is what is done with an attachment.
+type State string
+
+// The states. A record that is neither captured nor passed waits for the daemon to decide.
+const (
+	Captured    State = "captured"
+	Provisional State = "provisional" // captured until the daemon knows
+	Passed      State = "not captured"
+)
+
+// Record is an attachment as it stands on disk, for whoever comes after: the next daemon, DEL, CHECK.
+type Record struct {
+	Attachment
+	NetnsID NetnsID `json:"netnsID"`
+	State   State   `json:"state"`
+	// Installed is nil when nothing was.
+	Installed *ruleset.Installed `json:"installed,omitempty"`
+}
+
+// Decision is the daemon's answer to an attachment.
+type Decision struct {
+	Capture bool `json:"capture"`
+	// Ruleset is what to install; only with Capture, and then the pod's listeners are open already.
+	Ruleset *ruleset.Ruleset `json:"ruleset,omitempty"`
+	// Reason says why, for logs.
+	Reason string `json:"reason"`
+}

@@ -1,0 +1,37 @@
+package attach
+
+import "time"
+
+// Status is what `sluiced status` shows.
+type Status struct {
+	Upstream    UpstreamStatus     `json:"upstream"`
+	Attachments []AttachmentStatus `json:"attachments"`
+}
+
+// UpstreamStatus is where the proxy is and whether it is there.
+type UpstreamStatus struct {
+	Address  string    `json:"address"`
+	Protocol string    `json:"protocol"`
+	Ready    bool      `json:"ready"`
+	Since    time.Time `json:"since"`
+	// Reason says why it is not ready, or what it last answered that is not as it should be.
+	Reason string `json:"reason,omitempty"`
+}
+
+// AttachmentStatus is one line of the table.
+type AttachmentStatus struct {
+	Pod        string `json:"pod"`
+	Attachment string `json:"attachment"`
+	State      State  `json:"state"`
+	// Waiting connections are those in the kernel's accept queues and those accepted but not yet
+	// answered for by the upstream. SYNs held back at the gate are not seen.
+	Waiting int `json:"waiting"`
+	// Open connections are being relayed.
+	Open int `json:"open"`
+	// Bytes were relayed, both ways together.
+	Bytes   uint64 `json:"bytes"`
+	Netns   string `json:"netns"`
+	Backend string `json:"backend,omitempty"`
+	// Notes are what is not as one would wish: no SYN gate, a listener that cannot be opened.
+	Notes []string `json:"notes,omitempty"`
+}

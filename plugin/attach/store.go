@@ -1,0 +1,161 @@
+package attach
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Store is the directory of records, one file for each attachment. A file is whole or absent: it is
+// written beside and renamed. It is not synced, since it does not outlive the netns it speaks of: both
+// end with the boot.
+type Store struct{ dir string }
+
+// NewStore keeps records under stateDir.
+func NewStore(stateDir string) Store { return Store{filepath.Join(stateDir, "attachments")} }
+
+const recordSuffix = ".json"
+
+// A container ID has no colon, so what stands before it is one.
+func (s Store) path(id ID) string {
+	return filepath.Join(s.dir, id.ContainerID+":"+id.IfName+recordSuffix)
+}
+
+// Write replaces the record of r.ID.
+func (s Store) Write(r Record) error {
+	if err := s.write(r); err != nil {
+		return fmt.Errorf("recording attachment %s: %w", r.ID, err)
+	}
+	return nil
+}
+
+func (s Store) write(r Record) error {
+	data, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(s.dir, 0o700); err != nil {
+		return err
+	}
+	tmp, err := os.CreateTemp(s.dir, "new-*.tmp")
+	if err != nil {
+		return err
+	}
+	_, werr := tmp.Write(data)
+	if err := errors.Join(werr, tmp.Close()); err != nil {
+		return errors.Join(err, os.Remove(tmp.Name()))
+	}
+	if err := os.Rename(tmp.Name(), s.path(r.ID)); err != nil {
+		return errors.Join(err, os.Remove(tmp.Name()))
+	}
+	return nil
+}
+
+// Writable reports why a record could not be written.
+func (s Store) Writable() error {
+	if err := os.MkdirAll(s.dir, 0o700); err != nil {
+		return err
+	}
+	if err := unix.Access(s.dir, unix.W_OK); err != nil {
+		return fmt.Errorf("writing to %s: %w", s.dir, err)
+	}
+	return nil
+}
+
+// Read returns the record of id; errors.Is(err, os.ErrNotExist) when there is none.
+func (s Store) Read(id ID) (Record, error) { return read(s.path(id)) }
+
+func read(path string) (Record, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return Record{}, fmt.Errorf("reading attachment record: %w", err)
+	}
+	var r Record
+	if err := json.Unmarshal(data, &r); err != nil {
+		return Record{}, fmt.Errorf("reading attachment record %s: %w", path, err)
+	}
+	return r, nil
+}
+
+// Remove forgets id; to forget what is not known is no error.
+func (s Store) Remove(id ID) error {
+	if err := os.Remove(s.path(id)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("removing attachment record: %w", err)
+	}
+	return nil
+}
+
+// settling is how long after a change another one may leave the same time on the directory.
+const settling = 50 * time.Millisecond
+
+// Changed returns a time that differs from last if there may have been changes since that was returned.
+func (s Store) Changed(last time.Time) (time.Time, error) {
+	info, err := os.Stat(s.dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return last, nil
+	}
+	if err != nil {
+		return last, fmt.Errorf("attachment records: %w", err)
+	}
+	if time.Since(info.ModTime()) < settling {
+		return info.ModTime().Add(-settling), nil // look again
+	}
+	return info.ModTime(), nil
+}
+
+// List reads every record. Those that cannot be read are reported together in err, beside the others.
+func (s Store) List() ([]Record, error) { return s.list("") }
+
+// Siblings reads the records of every attachment in a netns but the one of id: a container that joins
+// several networks has one for each, and they share one ruleset.
+func (s Store) Siblings(id ID, netns NetnsID) ([]Record, error) {
+	records, err := s.list(id.ContainerID + ":")
+	return slices.DeleteFunc(records, func(r Record) bool { return r.ID == id || r.NetnsID != netns }), err
+}
+
+func (s Store) list(prefix string) ([]Record, error) {
+	entries, err := os.ReadDir(s.dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("listing attachment records: %w", err)
+	}
+	var records []Record
+	var errs []error
+	for _, e := range entries {
+		if !strings.HasPrefix(e.Name(), prefix) || !strings.HasSuffix(e.Name(), recordSuffix) {
+			continue
+		}
+		r, err := read(filepath.Join(s.dir, e.Name()))
+		switch {
+		case err == nil:
+			records = append(records, r)
+		case !errors.Is(err, os.ErrNotExist): // removed since
+			errs = append(errs, err)
+		}
+	}
+	return records, errors.Join(errs...)
+}
+
+// Sweep removes files that writers left half-way when they were killed, if older than age.
+func (s Store) Sweep(age time.Duration) error {
+	left, err := filepath.Glob(filepath.Join(s.dir, "new-*.tmp"))
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, path := range left {
+		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > age {
+			errs = append(errs, os.Remove(path))
+		}
+	}
+	return errors.Join(errs...)
+}

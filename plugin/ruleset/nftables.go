@@ -1,0 +1,279 @@
+package ruleset
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"reflect"
+	"slices"
+	"strings"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/binaryutil"
+	"github.com/google/nftables/expr"
+	"github.com/google/nftables/userdata"
+	"golang.org/x/sys/unix"
+)
+
+// nftablesBackend speaks netlink itself and needs no binary on the node. For each table of ours it
+// makes one of its own, named sluice-TABLE, so that to remove or to replace is one operation.
+type nftablesBackend struct{}
+
+const nftTablePrefix = "sluice-"
+
+func (nftablesBackend) name() string { return BackendNFTables }
+
+// nftablesWorks reports a kernel without nftables.
+func nftablesWorks() error {
+	conn, err := nftables.New()
+	if err != nil {
+		return fmt.Errorf("opening nftables: %w", err)
+	}
+	if _, err := conn.ListTablesOfFamily(nftables.TableFamilyIPv4); err != nil {
+		return fmt.Errorf("nftables is the only backend here, and this kernel does not answer: %w", err)
+	}
+	return nil
+}
+
+func nftFamily(f Family) nftables.TableFamily {
+	if f == IPv6 {
+		return nftables.TableFamilyIPv6
+	}
+	return nftables.TableFamilyIPv4
+}
+
+// nftHooks are the built-in chains: same hook and priority as those of iptables.
+var nftHooks = map[string]map[string]struct {
+	kind     nftables.ChainType
+	hook     *nftables.ChainHook
+	priority *nftables.ChainPriority
+}{
+	"mangle": {
+		chainInput: {nftables.ChainTypeFilter, nftables.ChainHookInput, nftables.ChainPriorityMangle},
+	},
+	"filter": {
+		chainOutput:  {nftables.ChainTypeFilter, nftables.ChainHookOutput, nftables.ChainPriorityFilter},
+		chainForward: {nftables.ChainTypeFilter, nftables.ChainHookForward, nftables.ChainPriorityFilter},
+	},
+	"nat": {
+		chainOutput:     {nftables.ChainTypeNAT, nftables.ChainHookOutput, nftables.ChainPriorityNATDest},
+		chainPrerouting: {nftables.ChainTypeNAT, nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest},
+	},
+}
+
+func (nftablesBackend) apply(_ context.Context, f Family, tables []table) error {
+	conn, err := nftables.New()
+	if err != nil {
+		return fmt.Errorf("opening nftables: %w", err)
+	}
+	for _, t := range tables {
+		replaceTable(conn, f, t)
+	}
+	if err := conn.Flush(); err != nil { // one transaction
+		return fmt.Errorf("nftables %s: %w", f, err)
+	}
+	return nil
+}
+
+func replaceTable(conn *nftables.Conn, f Family, t table) {
+	deleteTable(conn, f, t)
+	nt := conn.AddTable(&nftables.Table{Family: nftFamily(f), Name: nftTablePrefix + t.name})
+	for _, c := range t.chains {
+		conn.AddChain(&nftables.Chain{Table: nt, Name: chainPrefix + c.name})
+	}
+	for _, c := range t.chains {
+		for _, r := range c.rules {
+			conn.AddRule(nftRule(f, nt, chainPrefix+c.name, r))
+		}
+		if c.hook == "" {
+			continue
+		}
+		h := nftHooks[t.name][c.hook]
+		base := conn.AddChain(&nftables.Chain{Table: nt, Name: c.hook, Type: h.kind, Hooknum: h.hook, Priority: h.priority})
+		conn.AddRule(nftRule(f, nt, base.Name, rule{c.via, target(c.name), c.why}))
+	}
+}
+
+// deleteTable adds the table first: deleting one that is not there would fail the transaction.
+func deleteTable(conn *nftables.Conn, f Family, t table) {
+	conn.DelTable(conn.AddTable(&nftables.Table{Family: nftFamily(f), Name: nftTablePrefix + t.name}))
+}
+
+func (nftablesBackend) remove(_ context.Context, f Family, tables []table) error {
+	conn, err := nftables.New()
+	if err != nil {
+		return fmt.Errorf("opening nftables: %w", err)
+	}
+	for _, t := range tables {
+		deleteTable(conn, f, t)
+	}
+	if err := conn.Flush(); err != nil {
+		return fmt.Errorf("nftables %s: %w", f, err)
+	}
+	return nil
+}
+
+func (nftablesBackend) check(_ context.Context, f Family, tables []table) ([]string, error) {
+	conn, err := nftables.New()
+	if err != nil {
+		return nil, fmt.Errorf("opening nftables: %w", err)
+	}
+	var drift []string
+	for _, t := range tables {
+		nt := &nftables.Table{Family: nftFamily(f), Name: nftTablePrefix + t.name}
+		for _, c := range t.chains {
+			d, err := checkChain(conn, f, nt, chainPrefix+c.name, c.rules)
+			if err != nil {
+				return nil, err
+			}
+			drift = append(drift, d...)
+			if c.hook == "" {
+				continue
+			}
+			if d, err = checkChain(conn, f, nt, c.hook, []rule{{c.via, target(c.name), c.why}}); err != nil {
+				return nil, err
+			}
+			drift = append(drift, d...)
+		}
+	}
+	return drift, nil
+}
+
+func checkChain(conn *nftables.Conn, f Family, nt *nftables.Table, chain string, rules []rule) ([]string, error) {
+	where := fmt.Sprintf("%s table %s chain %s", f, nt.Name, chain)
+	have, err := conn.GetRules(nt, &nftables.Chain{Table: nt, Name: chain})
+	if errors.Is(err, unix.ENOENT) {
+		return []string{where + ": missing"}, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("listing %s: %w", where, err)
+	}
+	// Rules are compared as expressions, and named as iptables would write them.
+	got := make([]string, len(have))
+	for i, h := range have {
+		got[i] = fmt.Sprintf("a rule that is not ours, handle %d", h.Handle)
+		for _, r := range rules {
+			if reflect.DeepEqual(h.Exprs, readable(nftRule(f, nt, chain, r).Exprs)) {
+				got[i] = appendRule(f, chain, r.match, r.target)
+			}
+		}
+	}
+	want := make([]string, len(rules))
+	for i, r := range rules {
+		want[i] = appendRule(f, chain, r.match, r.target)
+	}
+	return diff(where, got, want), nil
+}
+
+// readable leaves out the expression that google/nftables v0.3.0 writes but skips when it reads a rule.
+// What compares its result stays, so a rule without it is still told apart.
+func readable(e []expr.Any) []expr.Any {
+	return slices.DeleteFunc(e, func(x expr.Any) bool { _, is := x.(*expr.Socket); return is })
+}
+
+// nftRule translates one rule. Its reason travels along as the comment that `nft list` shows.
+func nftRule(f Family, nt *nftables.Table, chain string, r rule) *nftables.Rule {
+	return &nftables.Rule{
+		Table: nt, Chain: &nftables.Chain{Table: nt, Name: chain},
+		Exprs:    append(nftMatch(f, r.match), nftTarget(f, r.target)...),
+		UserData: userdata.AppendString(nil, userdata.TypeComment, r.why),
+	}
+}
+
+// reg is the register that every match loads into: none needs two values at once.
+const reg = 1
+
+func nftMatch(f Family, m match) []expr.Any {
+	var e []expr.Any
+	add := func(x ...expr.Any) { e = append(e, x...) }
+	equal := func(data []byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: data} }
+	if m.in != "" {
+		add(&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: reg}, equal(nftInterface(m.in)))
+	}
+	if m.out != "" {
+		add(&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: reg}, equal(nftInterface(m.out)))
+	}
+	if m.dst.IsValid() {
+		offset := map[Family]uint32{IPv4: 16, IPv6: 24}[f] // of the destination in the IP header
+		size := uint32(m.dst.Addr().BitLen() / 8)
+		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: size})
+		if m.dst.Bits() < m.dst.Addr().BitLen() {
+			add(&expr.Bitwise{
+				SourceRegister: reg, DestRegister: reg, Len: size,
+				Mask: net.CIDRMask(m.dst.Bits(), m.dst.Addr().BitLen()), Xor: make([]byte, size),
+			})
+		}
+		add(equal(m.dst.Addr().AsSlice()))
+	}
+	if m.dstLocal {
+		add(&expr.Fib{Register: reg, FlagDADDR: true, ResultADDRTYPE: true}, equal(binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL)))
+	}
+	if m.proto != "" {
+		number := map[string]byte{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP}[m.proto]
+		add(&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg}, equal([]byte{number}))
+	}
+	if m.dports != (PortRange{}) {
+		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2})
+		first, last := binary.BigEndian.AppendUint16(nil, m.dports.First), binary.BigEndian.AppendUint16(nil, m.dports.Last)
+		if m.dports.First == m.dports.Last {
+			add(equal(first))
+		} else {
+			add(&expr.Range{Op: expr.CmpOpEq, Register: reg, FromData: first, ToData: last})
+		}
+	}
+	if m.syn {
+		const flags, fin, syn, rst, ack = 13, 1, 2, 4, 16 // RFC 9293, section 3.1
+		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: flags, Len: 1},
+			&expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 1, Mask: []byte{fin | syn | rst | ack}, Xor: []byte{0}},
+			equal([]byte{syn}))
+	}
+	if m.invalid {
+		add(nftBit(expr.CtKeySTATE, expr.CtStateBitINVALID)...)
+	}
+	if m.dnat {
+		const ipsDstNAT = 1 << 5 // IPS_DST_NAT, linux/netfilter/nf_conntrack_common.h
+		add(nftBit(expr.CtKeySTATUS, ipsDstNAT)...)
+	}
+	if m.socket {
+		// Any answer will do: without a socket the rule does not match. Not `transparent`, which
+		// would also answer for a socket in TIME_WAIT that no listener stands behind.
+		add(&expr.Socket{Key: expr.SocketKeyWildcard, Register: reg}, &expr.Cmp{Op: expr.CmpOpLte, Register: reg, Data: []byte{1}})
+	}
+	return e
+}
+
+// nftBit matches when a bit of a conntrack key is set.
+func nftBit(key expr.CtKey, bit uint32) []expr.Any {
+	return []expr.Any{
+		&expr.Ct{Key: key, Register: reg},
+		&expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(bit), Xor: make([]byte, 4)},
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: reg, Data: make([]byte, 4)},
+	}
+}
+
+// nftInterface is a name as the kernel compares it: all IFNAMSIZ bytes.
+func nftInterface(name string) []byte {
+	return append([]byte(name), strings.Repeat("\x00", unix.IFNAMSIZ-len(name))...)
+}
+
+func nftTarget(f Family, t target) []expr.Any {
+	switch t {
+	case targetReturn:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictReturn}}
+	case targetDrop:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}
+	case targetReject:
+		code := map[Family]uint8{IPv4: 3, IPv6: 4}[f] // port unreachable: RFC 792, RFC 4443
+		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
+	case targetRedirect:
+		const protoSpecified = 2 // NF_NAT_RANGE_PROTO_SPECIFIED, linux/netfilter/nf_nat.h
+		return []expr.Any{
+			&expr.Immediate{Register: reg, Data: binary.BigEndian.AppendUint16(nil, OutboundPort)},
+			&expr.Redir{RegisterProtoMin: reg, RegisterProtoMax: reg, Flags: protoSpecified},
+		}
+	default:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chainPrefix + string(t)}}
+	}
+}

@@ -1,0 +1,196 @@
+package ruleset
+
+import (
+	"net/netip"
+)
+
+// Family is an address family; each has its own tables in the kernel.
+type Family int
+
+// The families that are captured.
+const (
+	IPv4 Family = 4
+	IPv6 Family = 6
+)
+
+func (f Family) String() string { return map[Family]string{IPv4: "IPv4", IPv6: "IPv6"}[f] }
+
+func (f Family) has(a netip.Addr) bool { return a.Is4() == (f == IPv4) }
+
+// The one description of the rules, which the backends translate.
+
+type table struct {
+	name   string // nat, filter or mangle
+	chains []chain
+}
+
+type chain struct {
+	name  string // without the prefix that a backend may give it
+	hook  string // the built-in chain that jumps here; "" if only own chains do
+	via   match  // what that jump is limited to
+	why   string
+	rules []rule
+}
+
+type rule struct {
+	match  match
+	target target
+	why    string
+}
+
+// match is a conjunction; a zero field does not limit.
+type match struct {
+	proto    string // tcp or udp
+	in, out  string // interface
+	dst      netip.Prefix
+	dstLocal bool // the destination is an address of this netns
+	dports   PortRange
+	syn      bool // the first segment of a connection
+	invalid  bool // conntrack can make nothing of it
+	dnat     bool // conntrack rewrote the destination: it was redirected
+	socket   bool // a socket in this netns would take it
+}
+
+// target is what happens to a packet that matches: one of the constants, or the name of a chain.
+type target string
+
+const (
+	targetReturn   target = "RETURN"
+	targetDrop     target = "DROP"
+	targetReject   target = "REJECT"   // with port-unreachable
+	targetRedirect target = "REDIRECT" // to OutboundPort
+)
+
+// Names of the chains, in whichever table.
+const (
+	chainOutput     = "OUTPUT"
+	chainPrerouting = "PREROUTING"
+	chainForward    = "FORWARD"
+	chainInput      = "INPUT"
+	chainOutbound   = "OUTBOUND"
+	chainCapture    = "CAPTURE"
+)
+
+// tables describes r for one family, in the order in which the tables go in: what guards the port is
+// there before anything is redirected to it. Without synGate, for kernels that lack the socket match,
+// a SYN that finds no listener is refused by the kernel instead of dropped.
+func (r Ruleset) tables(f Family, synGate bool) []table {
+	return []table{
+		{name: "mangle", chains: []chain{r.inputChain(synGate)}},
+		{name: "filter", chains: []chain{
+			r.captureFilter(),
+			r.outbound(f),
+			r.fromPod(""),
+			r.fromNested(chainForward, ""),
+		}},
+		{name: "nat", chains: []chain{
+			r.captureNAT(),
+			r.outbound(f),
+			r.fromPod("tcp"),
+			r.fromNested(chainPrerouting, "tcp"),
+		}},
+	}
+}
+
+// inputChain guards OutboundPort. Without `syn`, connections that a dead daemon held would hang
+// instead of getting their reset.
+func (r Ruleset) inputChain(synGate bool) chain {
+	why := "redirected, and somebody listens: let it in"
+	if !synGate {
+		why = "redirected: let it in (no socket match in this kernel, so no SYN gate)"
+	}
+	return chain{
+		name: chainInput, hook: chainInput,
+		via: match{proto: "tcp", dports: PortRange{OutboundPort, OutboundPort}, syn: true},
+		why: "new connections to the capture port",
+		rules: []rule{
+			{match{dnat: true, socket: synGate}, targetReturn, why},
+			{match{}, targetDrop, "made to the port directly: no way in; or nobody listens: the SYN is sent again"},
+		},
+	}
+}
+
+func (r Ruleset) fromPod(proto string) chain {
+	c := chain{
+		name: chainOutput, hook: chainOutput, via: match{proto: proto},
+		why:   "what the pod sends",
+		rules: []rule{{match{out: "lo"}, targetReturn, "localhost and the pod's own addresses"}},
+	}
+	for _, name := range r.ExcludeInterfaces {
+		c.rules = append(c.rules, rule{match{out: name}, targetReturn, "excluded interface"})
+	}
+	c.rules = append(c.rules, rule{match{}, chainOutbound, "the rest leaves the pod"})
+	return c
+}
+
+// fromNested sees what arrives from elsewhere, and keeps to what a container nested in the pod sent:
+// it has a netns of its own behind a bridge in this one, so its packets never pass OUTPUT here.
+func (r Ruleset) fromNested(hook, proto string) chain {
+	c := chain{name: hook, hook: hook, via: match{proto: proto}, why: "what containers nested in the pod send"}
+	for _, name := range r.Interfaces {
+		c.rules = append(c.rules, rule{match{in: name}, targetReturn, "from outside, to the pod"})
+	}
+	for _, name := range r.ExcludeInterfaces {
+		c.rules = append(c.rules, rule{match{in: name}, targetReturn, "excluded interface"})
+	}
+	c.rules = append(c.rules,
+		rule{match{dstLocal: true}, targetReturn, "to the pod itself"},
+		rule{match{}, chainOutbound, "the rest leaves the pod"},
+	)
+	return c
+}
+
+// outbound lets excluded destinations go and hands the included ones to the capture chain.
+func (r Ruleset) outbound(f Family) chain {
+	c := chain{name: chainOutbound}
+	if up := r.Upstream; up.IsValid() && f.has(up.Addr()) {
+		c.rules = append(c.rules, rule{
+			match{proto: "tcp", dst: netip.PrefixFrom(up.Addr(), up.Addr().BitLen()), dports: PortRange{up.Port(), up.Port()}},
+			targetReturn, "the upstream itself, for pods that use it explicitly",
+		})
+	}
+	for _, p := range r.ExcludeCIDRs {
+		if f.has(p.Addr()) {
+			c.rules = append(c.rules, rule{match{dst: p}, targetReturn, "excluded CIDR"})
+		}
+	}
+	if len(r.IncludeCIDRs) == 0 {
+		c.rules = append(c.rules, rule{match{}, chainCapture, "every other destination"})
+	}
+	for _, p := range r.IncludeCIDRs {
+		if f.has(p.Addr()) {
+			c.rules = append(c.rules, rule{match{dst: p}, chainCapture, "included CIDR"})
+		}
+	}
+	return c
+}
+
+func (r Ruleset) captureNAT() chain { return r.capture(nil, targetRedirect, match{}, "captured") }
+
+func (r Ruleset) captureFilter() chain {
+	var first []rule
+	if r.RejectQUIC && r.capturesPort(QUICPort) {
+		first = append(first, rule{
+			match{proto: "udp", dports: PortRange{QUICPort, QUICPort}}, targetReject,
+			"QUIC: refused, so that clients take TCP at once",
+		})
+	}
+	return r.capture(first, targetDrop, match{invalid: true}, "conntrack calls it INVALID: it would skip nat and leak")
+}
+
+// capture does act to the TCP that the port lists capture and that also matches m.
+func (r Ruleset) capture(first []rule, act target, m match, why string) chain {
+	c := chain{name: chainCapture, rules: first}
+	m.proto = "tcp"
+	for _, p := range r.ExcludePorts {
+		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "excluded port"})
+	}
+	if len(r.IncludePorts) == 0 {
+		c.rules = append(c.rules, rule{m, act, why})
+	}
+	for _, p := range r.IncludePorts {
+		m.dports = p
+		c.rules = append(c.rules, rule{m, act, why})
+	}
+	return c
+}

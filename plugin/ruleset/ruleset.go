@@ -1,0 +1,174 @@
+// Package ruleset is the netfilter rules of one pod netns: what they are, why, and how they get there.
+//
+// A [Ruleset] is plain data. It is turned into tables, chains and rules once (rules.go) and two
+// backends put those into the kernel: iptables (legacy or nft) and nftables. The chains, with the
+// tables they stand in:
+//
+//	nat     OUTPUT ─────▶ SLUICE_OUTPUT ─────┐
+//	nat     PREROUTING ─▶ SLUICE_PREROUTING ─┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: REDIRECT to 15001
+//	filter  OUTPUT ─────▶ SLUICE_OUTPUT ─────┐
+//	filter  FORWARD ────▶ SLUICE_FORWARD ────┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: no INVALID TCP, no QUIC
+//	mangle  INPUT ──────▶ SLUICE_INPUT: the guard and the SYN gate of port 15001
+//
+// SLUICE_OUTPUT, SLUICE_PREROUTING and SLUICE_FORWARD let go what is not outbound, SLUICE_OUTBOUND what
+// is excluded, and SLUICE_CAPTURE acts. OUTPUT sees what the pod itself sends; PREROUTING and FORWARD
+// what containers nested in the pod send.
+//
+// The names of the chains that the built-in ones jump to never change: an upgraded sluice must find the
+// jumps that an older one left.
+package ruleset
+
+import (
+	"cmp"
+	"fmt"
+	"net/netip"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// OutboundPort is the port in the pod netns that captured connections are redirected to.
+const OutboundPort = 15001
+
+// QUICPort is the UDP port that HTTP/3 uses (RFC 9114, section 3.1.2 leaves others to Alt-Svc).
+const QUICPort = 443
+
+// Ruleset says what is captured in one pod netns.
+type Ruleset struct {
+	// Interfaces are the pod's CNI interfaces. What comes in through them was not sent from
+	// inside the pod and is left alone.
+	Interfaces []string `json:"interfaces"`
+	// Upstream is the proxy's address where the pod could reach it itself; the zero value if
+	// it could not. A pod that uses the proxy explicitly is not captured on the way there.
+	Upstream netip.AddrPort `json:"upstream,omitzero"`
+	// IncludePorts are the destination ports that are captured; empty means all.
+	IncludePorts []PortRange `json:"includePorts,omitempty"`
+	ExcludePorts []PortRange `json:"excludePorts,omitempty"`
+	// IncludeCIDRs are the destinations that are captured, of either family; empty means all.
+	IncludeCIDRs []netip.Prefix `json:"includeCIDRs,omitempty"`
+	ExcludeCIDRs []netip.Prefix `json:"excludeCIDRs,omitempty"`
+	// ExcludeInterfaces are interfaces in the pod netns: what the pod sends out through them and
+	// what nested containers send in through them is not captured.
+	ExcludeInterfaces []string `json:"excludeInterfaces,omitempty"`
+	// RejectQUIC answers captured UDP 443 with port-unreachable, so that clients take TCP at once.
+	RejectQUIC bool `json:"rejectQUIC"`
+}
+
+// LinkLocal are the CIDRs that are excluded by default. Relayed from the host, the cloud's metadata
+// service would hand a pod the node's credentials.
+func LinkLocal() []netip.Prefix {
+	return []netip.Prefix{netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("fe80::/10")}
+}
+
+// Provisional is what a pod gets whose labels are not known: everything, for as long as that lasts.
+func Provisional(ifName string) Ruleset {
+	return Ruleset{Interfaces: []string{ifName}, ExcludeCIDRs: LinkLocal(), RejectQUIC: true}
+}
+
+// Validate reports the first value that no backend could render faithfully.
+func (r Ruleset) Validate() error {
+	if len(r.Interfaces) == 0 {
+		return fmt.Errorf("interfaces: none given")
+	}
+	for _, name := range slices.Concat(r.Interfaces, r.ExcludeInterfaces) {
+		if err := ValidateInterface(name); err != nil {
+			return err
+		}
+	}
+	for _, p := range slices.Concat(r.IncludePorts, r.ExcludePorts) {
+		if p.First == 0 || p.Last < p.First {
+			return fmt.Errorf("port range %d-%d is empty", p.First, p.Last)
+		}
+	}
+	for _, c := range slices.Concat(r.IncludeCIDRs, r.ExcludeCIDRs) {
+		if !c.IsValid() || c != c.Masked() || c.Addr().Is4In6() {
+			return fmt.Errorf("CIDR %s is not a canonical prefix", c)
+		}
+	}
+	return nil
+}
+
+// capturesPort tells whether the port lists capture p.
+func (r Ruleset) capturesPort(p uint16) bool {
+	has := func(ranges []PortRange) bool {
+		return slices.ContainsFunc(ranges, func(x PortRange) bool { return x.First <= p && p <= x.Last })
+	}
+	return !has(r.ExcludePorts) && (len(r.IncludePorts) == 0 || has(r.IncludePorts))
+}
+
+// PortRange is one port, or the ports from First to Last, both included.
+type PortRange struct{ First, Last uint16 }
+
+// ParsePortRange reads "80" or "8000-8999".
+func ParsePortRange(s string) (PortRange, error) {
+	first, last, isRange := strings.Cut(s, "-")
+	if !isRange {
+		last = first
+	}
+	f, ferr := parsePort(first)
+	l, lerr := parsePort(last)
+	if err := cmp.Or(ferr, lerr); err != nil {
+		return PortRange{}, fmt.Errorf("port %q: %w", s, err)
+	}
+	if l < f {
+		return PortRange{}, fmt.Errorf("port range %q ends before it starts", s)
+	}
+	return PortRange{f, l}, nil
+}
+
+func parsePort(s string) (uint16, error) {
+	n, err := strconv.ParseUint(strings.TrimSpace(s), 10, 16)
+	if err != nil || n == 0 {
+		return 0, fmt.Errorf("not a port from 1 to 65535")
+	}
+	return uint16(n), nil
+}
+
+// String is the form that ParsePortRange reads.
+func (p PortRange) String() string {
+	if p.First == p.Last {
+		return strconv.Itoa(int(p.First))
+	}
+	return fmt.Sprintf("%d-%d", p.First, p.Last)
+}
+
+// MarshalText makes a port range a string in JSON.
+func (p PortRange) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
+
+// UnmarshalText is ParsePortRange.
+func (p *PortRange) UnmarshalText(b []byte) (err error) {
+	*p, err = ParsePortRange(string(b))
+	return err
+}
+
+// ParseCIDR reads a prefix, or an address that stands for itself alone. Host bits must be zero: a
+// prefix such as 10.1.2.3/8 is more likely a slip than what was meant.
+func ParseCIDR(s string) (netip.Prefix, error) {
+	if a, err := netip.ParseAddr(s); err == nil && a.Zone() == "" && !a.Is4In6() {
+		return netip.PrefixFrom(a, a.BitLen()), nil
+	}
+	p, err := netip.ParsePrefix(s)
+	if err != nil {
+		return netip.Prefix{}, fmt.Errorf("%q is not a CIDR such as 10.0.0.0/8 or fd00::/8", s)
+	}
+	if p.Addr().Is4In6() {
+		return netip.Prefix{}, fmt.Errorf("%q: write the IPv4 prefix itself", s)
+	}
+	if p != p.Masked() {
+		return netip.Prefix{}, fmt.Errorf("%q has host bits set; did you mean %s?", s, p.Masked())
+	}
+	return p, nil
+}
+
+// interfaceName is stricter than the kernel: no quote or space that would need escaping in an
+// iptables-restore document, and no trailing '+', which iptables reads as a wildcard.
+var interfaceName = regexp.MustCompile(`^[A-Za-z0-9_.:@-]{1,15}$`)
+
+// ValidateInterface reports a name that cannot be used in a rule.
+func ValidateInterface(name string) error {
+	if !interfaceName.MatchString(name) {
+		return fmt.Errorf("%q is not an interface name: 1 to 15 letters, digits or any of _ . : @ -", name)
+	}
+	return nil
+}
