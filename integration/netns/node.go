@@ -1,0 +1,283 @@
+package netns
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/types"
+)
+
+// Addresses of the world, and of the node on the way there.
+const (
+	WorldIPv4 = "198.51.100.10"
+	WorldIPv6 = "2001:db8::10"
+	nodeIPv4  = "198.51.100.1"
+	nodeIPv6  = "2001:db8::1"
+)
+
+// CNIPlugins is where the reference plugins are installed.
+const CNIPlugins = "/usr/lib/cni"
+
+// Node is a machine with pods.
+type Node struct {
+	*Host
+	World *Host
+	// Dir holds everything that the node's programs write.
+	Dir string
+	// Plugin holds the keys of sluice's entry in the conflist; change them before pods are added.
+	Plugin map[string]any
+	// Config holds the daemon's configuration; change it before the daemon is started.
+	Config map[string]any
+	// CNIVersion is that of the conflist.
+	CNIVersion string
+
+	bin string
+	cni *libcni.CNIConfig
+}
+
+// NewNode makes a node and the world beside it, with the binaries in bin (see Build).
+func NewNode(tb TB, bin string) *Node {
+	tb.Helper()
+	n := &Node{Host: NewHost(tb, "node"), World: NewHost(tb, "world"), Dir: tb.TempDir(), CNIVersion: "1.0.0", bin: bin}
+	n.Plugin = map[string]any{"type": "sluice", "agentSocket": n.AgentSocket(), "stateDir": n.StateDir()}
+	n.Config = map[string]any{
+		"upstream":       map[string]any{"address": ProxyAddress, "protocol": "connect"},
+		"capture":        map[string]any{"source": "all"},
+		"agentSocket":    n.AgentSocket(),
+		"stateDir":       n.StateDir(),
+		"metricsAddress": "",
+	}
+	n.cni = libcni.NewCNIConfigWithCacheDir([]string{bin, CNIPlugins}, filepath.Join(n.Dir, "cni-cache"), nil)
+
+	n.IP("link", "add", "world", "type", "veth", "peer", "name", "eth0", "netns", n.World.Name)
+	n.IP("addr", "add", nodeIPv4+"/24", "dev", "world")
+	n.IP("addr", "add", nodeIPv6+"/64", "dev", "world", "nodad")
+	n.IP("link", "set", "world", "up")
+	n.World.IP("addr", "add", WorldIPv4+"/24", "dev", "eth0")
+	n.World.IP("addr", "add", WorldIPv6+"/64", "dev", "eth0", "nodad")
+	n.World.IP("link", "set", "eth0", "up")
+	n.World.IP("route", "add", "default", "via", nodeIPv4)
+	n.World.IP("-6", "route", "add", "default", "via", nodeIPv6)
+	n.Exec("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
+	n.watchSYNs()
+	return n
+}
+
+// AgentSocket is the daemon's socket.
+func (n *Node) AgentSocket() string { return filepath.Join(n.Dir, "agent.sock") }
+
+// StateDir is where attachments are recorded.
+func (n *Node) StateDir() string { return filepath.Join(n.Dir, "state") }
+
+// watchSYNs counts the connections that pods make past the node's own stack: what leaves a pod's link.
+func (n *Node) watchSYNs() {
+	rules := filepath.Join(n.Dir, "watch.nft")
+	err := os.WriteFile(rules, []byte(`table inet watch {
+	counter syns { }
+	chain prerouting {
+		type filter hook prerouting priority -350
+		iifname "cni0" tcp flags & (syn | ack) == syn counter name syns
+	}
+}
+`), 0o600)
+	if err != nil {
+		n.tb.Fatalf("writing %s: %v", rules, err)
+	}
+	n.Exec("nft", "-f", rules)
+}
+
+var packets = regexp.MustCompile(`packets (\d+)`)
+
+// SYNs is how many SYNs have left the links of the node's pods.
+func (n *Node) SYNs() int {
+	n.tb.Helper()
+	m := packets.FindStringSubmatch(n.Exec("nft", "list", "counter", "inet", "watch", "syns"))
+	if m == nil {
+		n.tb.Fatalf("the SYN counter cannot be read")
+	}
+	count, _ := strconv.Atoi(m[1])
+	return count
+}
+
+// Conflist is the node's CNI configuration: bridge, then sluice.
+func (n *Node) Conflist() *libcni.NetworkConfigList {
+	n.tb.Helper()
+	bridge := map[string]any{
+		"type": "bridge", "bridge": "cni0", "isGateway": true,
+		"ipam": map[string]any{
+			"type": "host-local", "dataDir": filepath.Join(n.Dir, "ipam"),
+			"ranges": [][]map[string]string{{{"subnet": "10.88.0.0/16"}}, {{"subnet": "fd00:88::/64"}}},
+			"routes": []map[string]string{{"dst": "0.0.0.0/0"}, {"dst": "::/0"}},
+		},
+	}
+	return n.conflist(n.CNIVersion, bridge, n.Plugin)
+}
+
+// alone is sluice's entry without the others, for GC and STATUS: the bridge plugin of some distributions is
+// older than those.
+func (n *Node) alone() *libcni.NetworkConfigList {
+	n.tb.Helper()
+	return n.conflist("1.1.0", n.Plugin)
+}
+
+func (n *Node) conflist(version string, plugins ...any) *libcni.NetworkConfigList {
+	n.tb.Helper()
+	data, err := json.Marshal(map[string]any{"cniVersion": version, "name": "pods", "plugins": plugins})
+	if err != nil {
+		n.tb.Fatalf("conflist: %v", err)
+	}
+	list, err := libcni.ConfListFromBytes(data)
+	if err != nil {
+		n.tb.Fatalf("conflist: %v", err)
+	}
+	return list
+}
+
+// Pod is a pod's sandbox.
+type Pod struct {
+	*Host
+	ID     string
+	IPv4   string
+	IPv6   string
+	Result types.Result
+
+	node      *Node
+	namespace string
+	// RuntimeConfig is handed to the plugins that declare the capabilities.
+	RuntimeConfig map[string]any
+}
+
+// NewPod makes a sandbox that is not added to the network yet.
+func (n *Node) NewPod(name string) *Pod {
+	n.tb.Helper()
+	h := NewHost(n.tb, name)
+	return &Pod{Host: h, ID: h.Name, node: n, namespace: "default"}
+}
+
+// AddPod makes a sandbox and runs the chain's ADD for it; DEL runs when the test ends.
+func (n *Node) AddPod(name string) *Pod {
+	n.tb.Helper()
+	p := n.NewPod(name)
+	if err := p.Add(); err != nil {
+		n.tb.Fatalf("ADD %s: %v", name, err)
+	}
+	n.tb.Cleanup(func() { _ = p.Del() })
+	return p
+}
+
+// InNamespace sets the pod's Kubernetes namespace; call it before Add.
+func (p *Pod) InNamespace(namespace string) *Pod {
+	p.namespace = namespace
+	return p
+}
+
+// Name is the pod's name as Kubernetes would know it.
+func (p *Pod) Name() string { return p.Host.Name[strings.LastIndex(p.Host.Name, "-")+1:] }
+
+// UID is the pod's UID.
+func (p *Pod) UID() string { return "uid-" + p.Name() }
+
+func (p *Pod) runtimeConf() *libcni.RuntimeConf {
+	return &libcni.RuntimeConf{
+		ContainerID: p.ID, NetNS: p.Path(), IfName: "eth0", CapabilityArgs: p.RuntimeConfig,
+		Args: [][2]string{
+			{"IgnoreUnknown", "1"},
+			{"K8S_POD_NAMESPACE", p.namespace}, {"K8S_POD_NAME", p.Name()}, {"K8S_POD_UID", p.UID()},
+		},
+	}
+}
+
+// Add runs the chain's ADD.
+func (p *Pod) Add() error {
+	list := p.node.Conflist()
+	err := p.node.Do(func() (err error) {
+		p.Result, err = p.node.cni.AddNetworkList(context.Background(), list, p.runtimeConf())
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	var r struct {
+		IPs []struct{ Address string }
+	}
+	raw, err := json.Marshal(p.Result)
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(raw, &r); err != nil {
+		return err
+	}
+	for _, ip := range r.IPs {
+		a, _, _ := strings.Cut(ip.Address, "/")
+		if strings.Contains(a, ":") {
+			p.IPv6 = a
+		} else {
+			p.IPv4 = a
+		}
+	}
+	return nil
+}
+
+// Del runs the chain's DEL.
+func (p *Pod) Del() error {
+	list := p.node.Conflist()
+	return p.node.Do(func() error {
+		return p.node.cni.DelNetworkList(context.Background(), list, p.runtimeConf())
+	})
+}
+
+// Check runs the chain's CHECK.
+func (p *Pod) Check() error {
+	list := p.node.Conflist()
+	return p.node.Do(func() error {
+		return p.node.cni.CheckNetworkList(context.Background(), list, p.runtimeConf())
+	})
+}
+
+// GC runs the chain's GC with these pods as the valid ones.
+func (n *Node) GC(valid ...*Pod) error {
+	list := n.alone()
+	args := &libcni.GCArgs{}
+	for _, p := range valid {
+		args.ValidAttachments = append(args.ValidAttachments, types.GCAttachment{ContainerID: p.ID, IfName: "eth0"})
+	}
+	return n.Do(func() error { return n.cni.GCNetworkList(context.Background(), list, args) })
+}
+
+// Status runs the chain's STATUS.
+func (n *Node) Status() error {
+	list := n.alone()
+	return n.Do(func() error { return n.cni.GetStatusNetworkList(context.Background(), list) })
+}
+
+// Nested makes a container inside the pod, as Docker-in-Docker does: a netns of its own behind a bridge in the
+// pod's netns, its packets forwarded and masqueraded.
+func (p *Pod) Nested() *Host {
+	p.tb.Helper()
+	c := NewHost(p.tb, p.Name()+"-nested")
+	p.IP("link", "add", "docker0", "type", "bridge")
+	p.IP("addr", "add", "172.30.0.1/24", "dev", "docker0")
+	p.IP("addr", "add", "fd00:30::1/64", "dev", "docker0", "nodad")
+	p.IP("link", "set", "docker0", "up")
+	p.IP("link", "add", "v0", "type", "veth", "peer", "name", "eth0", "netns", c.Name)
+	p.IP("link", "set", "v0", "master", "docker0", "up")
+	c.IP("addr", "add", "172.30.0.2/24", "dev", "eth0")
+	c.IP("addr", "add", "fd00:30::2/64", "dev", "eth0", "nodad")
+	c.IP("link", "set", "eth0", "up")
+	c.IP("route", "add", "default", "via", "172.30.0.1")
+	c.IP("-6", "route", "add", "default", "via", "fd00:30::1")
+	p.Exec("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
+	for _, tool := range []string{"iptables", "ip6tables"} {
+		p.Exec(tool, "-t", "nat", "-A", "POSTROUTING", "-o", "eth0", "-j", "MASQUERADE")
+	}
+	return c
+}
+
+func (p *Pod) String() string { return fmt.Sprintf("%s/%s", p.namespace, p.Name()) }

@@ -1,0 +1,221 @@
+package netns
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// ProxyAddress is where the node's proxy listens.
+const ProxyAddress = "127.0.0.1:18080"
+
+// Program is a running program of the node.
+type Program struct {
+	tb   TB
+	name string
+	cmd  *exec.Cmd
+	log  *logBuffer
+	done chan struct{}
+}
+
+type logBuffer struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (b *logBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.Write(p)
+}
+
+func (b *logBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.String()
+}
+
+// Launch starts a program in h; it is killed when the test ends, and its log shown if the test failed.
+func Launch(h *Host, name string, args ...string) *Program {
+	h.tb.Helper()
+	p := &Program{tb: h.tb, name: filepath.Base(name), cmd: exec.Command(name, args...), log: &logBuffer{}, done: make(chan struct{})}
+	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if err := h.Start(p.cmd); err != nil {
+		h.tb.Fatalf("starting %s: %v", name, err)
+	}
+	go func() {
+		_ = p.cmd.Wait() // how it ended is in its log
+		close(p.done)
+	}()
+	h.tb.Cleanup(func() {
+		p.Kill()
+		if log := p.Log(); h.tb.Failed() || strings.Contains(log, "DATA RACE") {
+			h.tb.Logf("log of %s:\n%s", p.name, log)
+		}
+	})
+	return p
+}
+
+// Log is what the program has printed so far.
+func (p *Program) Log() string { return p.log.String() }
+
+// Pid is the program's process ID.
+func (p *Program) Pid() int { return p.cmd.Process.Pid }
+
+// Signal sends sig to the program.
+func (p *Program) Signal(sig syscall.Signal) { _ = p.cmd.Process.Signal(sig) }
+
+// Kill ends the program with SIGKILL and waits for its end; a second time is harmless.
+func (p *Program) Kill() {
+	p.Signal(syscall.SIGCONT)
+	p.Signal(syscall.SIGKILL)
+	<-p.done
+}
+
+// Stop ends the program with SIGTERM and waits for its end.
+func (p *Program) Stop() {
+	p.tb.Helper()
+	p.Signal(syscall.SIGTERM)
+	select {
+	case <-p.done:
+	case <-time.After(10 * time.Second):
+		p.tb.Fatalf("%s does not end when it is told to", p.name)
+	}
+}
+
+// Ended tells whether the program has ended.
+func (p *Program) Ended() bool {
+	select {
+	case <-p.done:
+		return true
+	default:
+		return false
+	}
+}
+
+// Daemon is a running sluiced.
+type Daemon struct {
+	*Program
+	client *attach.Client
+}
+
+// StartDaemon starts sluiced on the node and waits until it answers.
+func (n *Node) StartDaemon() *Daemon {
+	n.tb.Helper()
+	data, err := yaml.Marshal(n.Config)
+	if err != nil {
+		n.tb.Fatalf("configuration: %v", err)
+	}
+	file := filepath.Join(n.Dir, "sluiced.yaml")
+	if err := os.WriteFile(file, data, 0o600); err != nil {
+		n.tb.Fatalf("configuration: %v", err)
+	}
+	d := &Daemon{client: attach.NewClient(n.AgentSocket())}
+	d.Program = Launch(n.Host, filepath.Join(n.bin, "sluiced"), "run", "--config", file, "--log-level", "DEBUG")
+	Eventually(n.tb, "sluiced answers", func() bool {
+		if d.Ended() {
+			n.tb.Fatalf("sluiced ended: %s", d.Log())
+		}
+		_, err := d.client.Status(context.Background())
+		return err == nil
+	})
+	n.tb.Cleanup(func() {
+		if strings.Contains(d.Log(), "DATA RACE") {
+			n.tb.Fatalf("sluiced has a data race")
+		}
+	})
+	return d
+}
+
+// Status is the daemon's own word.
+func (d *Daemon) Status() attach.Status {
+	d.tb.Helper()
+	s, err := d.client.Status(context.Background())
+	if err != nil {
+		d.tb.Fatalf("status: %v", err)
+	}
+	return s
+}
+
+// Of is the daemon's word about one pod.
+func (d *Daemon) Of(p *Pod) attach.AttachmentStatus {
+	d.tb.Helper()
+	for _, a := range d.Status().Attachments {
+		if strings.HasPrefix(a.Attachment, p.ID+"/") {
+			return a
+		}
+	}
+	d.tb.Fatalf("the daemon does not know %s", p)
+	return attach.AttachmentStatus{}
+}
+
+// StartMitmdump starts mitmdump as the node's proxy and waits until it listens.
+func (n *Node) StartMitmdump(args ...string) *Program {
+	n.tb.Helper()
+	p := n.LaunchMitmdump(args...)
+	n.WaitListening(p, ProxyAddress)
+	return p
+}
+
+// Confdir is where mitmdump keeps its CA, the same for every start.
+func (n *Node) Confdir() string { return filepath.Join(n.Dir, "mitmproxy") }
+
+// LaunchMitmdump is StartMitmdump that does not wait.
+func (n *Node) LaunchMitmdump(args ...string) *Program {
+	n.tb.Helper()
+	host, port, err := net.SplitHostPort(ProxyAddress)
+	if err != nil {
+		n.tb.Fatalf("%v", err)
+	}
+	return Launch(n.Host, "mitmdump", append([]string{
+		"--listen-host", host, "--listen-port", port, "--set", "confdir=" + n.Confdir(),
+	}, args...)...)
+}
+
+// WaitListening waits until something accepts at address on the node.
+func (n *Node) WaitListening(p *Program, address string) {
+	n.tb.Helper()
+	Eventually(n.tb, fmt.Sprintf("%s listens on %s", p.name, address), func() bool {
+		if p.Ended() {
+			n.tb.Fatalf("%s ended: %s", p.name, p.Log())
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		c, err := n.Dial(ctx, "tcp", address)
+		if err != nil {
+			return false
+		}
+		_ = c.Close() // only to see
+		return true
+	})
+}
+
+// Records are the attachment records on disk.
+func (n *Node) Records() []attach.Record {
+	n.tb.Helper()
+	r, err := attach.NewStore(n.StateDir()).List()
+	if err != nil {
+		n.tb.Fatalf("%v", err)
+	}
+	return r
+}
+
+// JSON is v as one line, for messages.
+func JSON(v any) string {
+	b, _ := json.Marshal(v)
+	return string(b)
+}
