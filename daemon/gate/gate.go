@@ -148,7 +148,7 @@ func (l *Listener) Accept() (*net.TCPConn, error) {
 	var fd int
 	var err error
 	if cerr := l.control(func(l int) {
-		fd, _, err = unix.Accept4(l, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
+		fd, _, err = unix.Accept4(l, unix.SOCK_CLOEXEC)
 	}); cerr != nil {
 		return nil, cerr
 	}
@@ -158,8 +158,8 @@ func (l *Listener) Accept() (*net.TCPConn, error) {
 	case err != nil:
 		return nil, fmt.Errorf("accept: %w", err)
 	}
-	f := os.NewFile(uintptr(fd), "captured")
-	defer f.Close() //nolint:errcheck // FileConn has its own duplicate
+	f := os.NewFile(uintptr(fd), "captured") // blocking still, so that only the duplicate is polled
+	defer f.Close()                          //nolint:errcheck // FileConn made that duplicate
 	c, err := net.FileConn(f)
 	if err != nil {
 		return nil, err

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -43,6 +42,7 @@ type Upstream struct {
 	address  string
 	protocol config.Protocol
 	log      *slog.Logger
+	spares   chan spare // unbuffered: one is either watched or taken
 
 	mu     sync.Mutex
 	ready  chan struct{} // closed while the upstream is there
@@ -53,13 +53,14 @@ type Upstream struct {
 // New describes an upstream. It is late until Run has found it.
 func New(c config.Upstream, log *slog.Logger) *Upstream {
 	return &Upstream{
-		address: c.Address, protocol: c.Protocol, log: log,
+		address: c.Address, protocol: c.Protocol, log: log, spares: make(chan spare),
 		ready: make(chan struct{}), since: time.Now(), reason: "not looked for yet",
 	}
 }
 
-// Run watches the upstream until ctx ends. It keeps one idle connection to it: there is no sooner word of
-// a proxy's end than the end of its connections, and no cheaper one.
+// Run watches the upstream until ctx ends. It keeps one spare connection to it: there is no sooner word of a
+// proxy's end than the end of its connections, and no cheaper one. The next request takes the spare, which
+// saves it the dial.
 func (u *Upstream) Run(ctx context.Context) error {
 	for ctx.Err() == nil {
 		next := time.Now().Add(probeInterval)
@@ -67,7 +68,10 @@ func (u *Upstream) Run(ctx context.Context) error {
 		switch {
 		case err == nil:
 			u.came()
-			untilClosed(ctx, conn) // by a proxy that ended, or that ends idle connections: the next dial tells
+			if u.offer(ctx, conn) {
+				continue
+			}
+			// Ended by a proxy that ended, or that ends idle connections: the next dial tells.
 		case ctx.Err() == nil:
 			u.went(err)
 		}
@@ -76,12 +80,56 @@ func (u *Upstream) Run(ctx context.Context) error {
 	return nil
 }
 
-// untilClosed returns when the upstream has closed conn, or ctx has ended.
-func untilClosed(ctx context.Context, conn *net.TCPConn) {
-	stop := context.AfterFunc(ctx, func() { _ = conn.SetReadDeadline(time.Unix(1, 0)) })
-	defer stop()
-	defer conn.Close()               //nolint:errcheck // nothing was asked on it
-	_, _ = io.Copy(io.Discard, conn) // whichever way it ends
+// spare is a connection on which nothing has been asked yet, and somebody watches for its end.
+type spare struct {
+	conn  *net.TCPConn
+	ended chan struct{}
+}
+
+// offer holds conn out until it is taken, or has ended, or ctx has; it tells whether it was taken.
+func (u *Upstream) offer(ctx context.Context, conn *net.TCPConn) (taken bool) {
+	s := spare{conn, make(chan struct{})}
+	go s.watch()
+	select {
+	case u.spares <- s:
+		return true
+	case <-s.ended:
+	case <-ctx.Done():
+		s.unwatch()
+	}
+	_ = conn.Close() // nothing was asked on it
+	return false
+}
+
+// watch ends when the upstream has closed the connection, or at unwatch.
+func (s spare) watch() {
+	defer close(s.ended)
+	raw, err := s.conn.SyscallConn()
+	if err != nil {
+		return
+	}
+	woken := false
+	_ = raw.Read(func(uintptr) bool { // reads nothing: what is there belongs to whoever takes it
+		defer func() { woken = true }()
+		return woken
+	})
+}
+
+func (s spare) unwatch() {
+	_ = s.conn.SetReadDeadline(time.Unix(1, 0))
+	<-s.ended
+	_ = s.conn.SetReadDeadline(time.Time{})
+}
+
+// connect returns the spare connection, or a new one.
+func (u *Upstream) connect(ctx context.Context) (*net.TCPConn, error) {
+	select {
+	case s := <-u.spares:
+		s.unwatch()
+		return s.conn, nil
+	default:
+		return u.dial(ctx)
+	}
 }
 
 func (u *Upstream) dial(ctx context.Context) (*net.TCPConn, error) {
@@ -173,7 +221,7 @@ func (u *Upstream) HalfClose() bool { return u.protocol == config.SOCKS5 }
 // destination has sent already. The error is one of the three above, or that of ctx. dialled is called
 // when the upstream's kernel has accepted the connection.
 func (u *Upstream) Connect(ctx context.Context, req Request, dialled func()) (*net.TCPConn, []byte, error) {
-	conn, err := u.dial(ctx)
+	conn, err := u.connect(ctx)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w: %w", ErrLate, err)
 	}

@@ -24,6 +24,10 @@ const inUserNS = "SLUICE_TEST_IN_USERNS"
 // Main runs a package's tests, as root or in a user namespace in which they are, and returns the exit code.
 // What is missing is said; nothing is skipped.
 func Main(m *testing.M) int {
+	// Where some users do not look, and where the network tools are.
+	if err := os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin"); err != nil {
+		return failMain("PATH", err)
+	}
 	if os.Geteuid() != 0 {
 		return mainInUserNS()
 	}
@@ -71,6 +75,22 @@ func failMain(what string, err error) int {
 // Build builds the binaries into a new directory: the daemon with the race detector if asked, the plugin, which
 // runs once and has one goroutine, without.
 func Build(race bool) (dir string, err error) {
+	return buildWith(func(name string, cmd *exec.Cmd) {
+		if race && name == "sluiced" {
+			cmd.Args = append(cmd.Args, "-race")
+		}
+	})
+}
+
+// BuildReleased builds the binaries as releases are built.
+func BuildReleased() (dir string, err error) {
+	return buildWith(func(_ string, cmd *exec.Cmd) {
+		cmd.Args = append(cmd.Args, "-trimpath", "-ldflags", "-s -w")
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	})
+}
+
+func buildWith(adjust func(name string, cmd *exec.Cmd)) (dir string, err error) {
 	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
 	if err != nil {
 		return "", fmt.Errorf("finding the module: %w", err)
@@ -80,11 +100,9 @@ func Build(race bool) (dir string, err error) {
 		return "", err
 	}
 	for name, pkg := range map[string]string{"sluice": "./plugin", "sluiced": "./daemon", "connectproxy": "./integration/connectproxy"} {
-		args := []string{"build", "-o", filepath.Join(dir, name)}
-		if race && name == "sluiced" {
-			args = append(args, "-race")
-		}
-		cmd := exec.Command("go", append(args, pkg)...)
+		cmd := exec.Command("go", "build", "-o", filepath.Join(dir, name))
+		adjust(name, cmd)
+		cmd.Args = append(cmd.Args, pkg)
 		cmd.Dir = strings.TrimSpace(string(root))
 		if out, err := cmd.CombinedOutput(); err != nil {
 			return "", errors.Join(fmt.Errorf("building %s: %w\n%s", name, err, out), os.RemoveAll(dir))

@@ -37,6 +37,8 @@ type Node struct {
 	Config map[string]any
 	// CNIVersion is that of the conflist.
 	CNIVersion string
+	// LogLevel is the daemon's.
+	LogLevel string
 
 	bin string
 	cni *libcni.CNIConfig
@@ -45,7 +47,7 @@ type Node struct {
 // NewNode makes a node and the world beside it, with the binaries in bin (see Build).
 func NewNode(tb TB, bin string) *Node {
 	tb.Helper()
-	n := &Node{Host: NewHost(tb, "node"), World: NewHost(tb, "world"), Dir: tb.TempDir(), CNIVersion: "1.0.0", bin: bin}
+	n := &Node{Host: NewHost(tb, "node"), World: NewHost(tb, "world"), Dir: tb.TempDir(), CNIVersion: "1.0.0", LogLevel: "DEBUG", bin: bin}
 	n.Plugin = map[string]any{"type": "sluice", "agentSocket": n.AgentSocket(), "stateDir": n.StateDir()}
 	n.Config = map[string]any{
 		"upstream":       map[string]any{"address": ProxyAddress, "protocol": "connect"},
@@ -56,7 +58,9 @@ func NewNode(tb TB, bin string) *Node {
 	}
 	n.cni = libcni.NewCNIConfigWithCacheDir([]string{bin, CNIPlugins}, filepath.Join(n.Dir, "cni-cache"), nil)
 
-	n.IP("link", "add", "world", "type", "veth", "peer", "name", "eth0", "netns", n.World.Name)
+	// Not the number that its peer has: the kernel would take the veth for no veth and be a second or two late
+	// to notice that it is up, with IPv6 out of order until then (linkwatch_urgent_event in net/core/link_watch.c).
+	n.IP("link", "add", "world", "index", "1000", "type", "veth", "peer", "name", "eth0", "netns", n.World.Name)
 	n.IP("addr", "add", nodeIPv4+"/24", "dev", "world")
 	n.IP("addr", "add", nodeIPv6+"/64", "dev", "world", "nodad")
 	n.IP("link", "set", "world", "up")
@@ -65,7 +69,8 @@ func NewNode(tb TB, bin string) *Node {
 	n.World.IP("link", "set", "eth0", "up")
 	n.World.IP("route", "add", "default", "via", nodeIPv4)
 	n.World.IP("-6", "route", "add", "default", "via", nodeIPv6)
-	n.Exec("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
+	// Nobody else has the bridge's address: it need not wait a second to find that out.
+	n.Exec("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1", "net.ipv6.conf.default.accept_dad=0")
 	n.watchSYNs()
 	return n
 }

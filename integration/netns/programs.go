@@ -125,7 +125,7 @@ func (n *Node) StartDaemon() *Daemon {
 		n.tb.Fatalf("configuration: %v", err)
 	}
 	d := &Daemon{client: attach.NewClient(n.AgentSocket())}
-	d.Program = Launch(n.Host, filepath.Join(n.bin, "sluiced"), "run", "--config", file, "--log-level", "DEBUG")
+	d.Program = Launch(n.Host, filepath.Join(n.bin, "sluiced"), "run", "--config", file, "--log-level", n.LogLevel)
 	Eventually(n.tb, "sluiced answers", func() bool {
 		if d.Ended() {
 			n.tb.Fatalf("sluiced ended: %s", d.Log())

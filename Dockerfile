@@ -1,0 +1,21 @@
+# Both binaries, static. The plugin is copied to the node from here; the daemon runs here.
+FROM golang:1.26 AS build
+WORKDIR /src
+COPY go.mod go.sum ./
+RUN go mod download
+COPY plugin plugin
+COPY daemon daemon
+ARG VERSION=dev
+RUN CGO_ENABLED=0 go build -trimpath -ldflags "-s -w -X main.gitVersion=${VERSION}" -o /out/sluice ./plugin && \
+    CGO_ENABLED=0 go build -trimpath -ldflags "-s -w -X main.gitVersion=${VERSION}" -o /out/sluiced ./daemon
+
+# The daemon sets the rules of pods that were added while it was down, and has to use the variant of iptables that
+# the plugin used on the node: Debian's package has both, legacy and nft, and is the one that is tested.
+FROM debian:12-slim
+RUN apt-get update && \
+    apt-get install --yes --no-install-recommends iptables && \
+    rm -rf /var/lib/apt/lists/*
+COPY --from=build /out/sluice /out/sluiced /usr/local/bin/
+COPY LICENSE NOTICE /usr/share/doc/sluice/
+ENTRYPOINT ["sluiced"]
+CMD ["run"]

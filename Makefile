@@ -1,0 +1,73 @@
+MODULE  := github.com/sluice-cni/sluice
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+LDFLAGS := -s -w -X main.gitVersion=$(VERSION)
+FUZZTIME ?= 20s
+
+# The version comes from LDFLAGS; a clone that belongs to somebody else builds too.
+export GOFLAGS := $(GOFLAGS) -buildvcs=false
+
+SCRIPTS := .ci/run $(shell find . -path ./bin -prune -o -name '*.sh' -print)
+GODIRS  := plugin daemon integration
+
+SHELL := /bin/bash
+
+.DEFAULT_GOAL := help
+.PHONY: help build test fuzz bench lint demo clean
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+build: ## Build bin/sluice and bin/sluiced, static and stripped
+	CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o bin/sluice ./plugin
+	CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o bin/sluiced ./daemon
+
+test: build ## Install what the tests need, then run all of them under the race detector
+	integration/setup.sh test
+	CGO_ENABLED=1 go test -race -timeout 20m ./...
+
+fuzz: ## Run each fuzz target for FUZZTIME (20s)
+	@set -e; for file in $$(grep -rl --include='*_test.go' '^func Fuzz' $(GODIRS)); do \
+		for target in $$(sed -n 's/^func \(Fuzz[A-Za-z0-9_]*\)(.*/\1/p' $$file); do \
+			echo "$$target in $$(dirname $$file)"; \
+			go test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) ./$$(dirname $$file); \
+		done; \
+	done
+
+bench: build ## Measure, against the budgets; writes bin/bench.json
+	integration/setup.sh bench
+	go run ./integration/bench
+
+lint: bin/tools/golangci-lint ## Check the Go code, the scripts, and what the plugin links
+	@integration/setup.sh lint
+	shellcheck $(SCRIPTS)
+	@unformatted=$$(gofmt -l $(GODIRS)) && if [ -n "$$unformatted" ]; then echo "gofmt -w" $$unformatted; exit 1; fi
+	go vet ./...
+	go mod tidy -diff
+	@deps=$$(go list -deps ./plugin) && \
+		if echo "$$deps" | grep -E '^(([a-z]+\.)?k8s\.io|github\.com/prometheus|$(MODULE)/daemon)(/|$$)'; then \
+			echo "the plugin links what it must not"; exit 1; \
+		fi
+	@for of in sluice:plugin sluiced:daemon; do \
+		linked=$$(go list -deps -f '{{with .Module}}{{if not .Main}}{{.Path}}{{end}}{{end}}' ./$${of#*:}) && \
+		named=$$(awk -v of="$${of%:*}" '/^[^ ]/ { on = $$1 == of && $$2 ~ /^\(/ } on && /^  / { print $$1 }' NOTICE) && \
+		diff <(sort -u <<<"$$linked") <(sort -u <<<"$$named") || \
+			{ echo "NOTICE does not name the modules that $${of%:*} links (<), or others (>)"; exit 1; }; \
+	done
+	bin/tools/golangci-lint run ./...
+
+demo: ## See it work: as root, in under a minute once it is built
+	@integration/demo.sh
+
+clean: ## Remove what was built
+	rm -rf bin
+
+# Development tools, in the versions of tools/go.mod.
+bin/tools/golangci-lint: tools/go.mod tools/go.sum
+	go build -C tools -o ../$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+
+bin/tools/cnitool: tools/go.mod tools/go.sum
+	go build -C tools -o ../$@ github.com/containernetworking/cni/cnitool
+
+.PHONY: bin/connectproxy
+bin/connectproxy:
+	go build -o $@ ./integration/connectproxy

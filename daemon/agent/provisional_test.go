@@ -1,0 +1,226 @@
+package agent
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// provisional is a pod that was captured while the daemon was down, and has a server to talk to. The server
+// says who it talks to.
+type provisional struct {
+	*nstest.Host
+	served atomic.Int32
+}
+
+const server = "198.51.100.10"
+
+func newProvisional(t *testing.T) *provisional {
+	t.Helper()
+	world := nstest.NewHost(t, "world")
+	p := &provisional{Host: nstest.NewHost(t, "pod")}
+	p.IP("link", "add", "eth0", "index", "1000", "type", "veth", "peer", "name", "eth0", "netns", world.Name)
+	for h, address := range map[*nstest.Host]string{p.Host: "198.51.100.2", world: server} {
+		h.IP("addr", "add", address+"/24", "dev", "eth0")
+		h.IP("addr", "add", strings.Replace(address, "198.51.100.", "2001:db8::", 1)+"/64", "dev", "eth0", "nodad")
+		h.IP("link", "set", "eth0", "up")
+	}
+	for _, address := range []string{server + ":80", server + ":81", "[2001:db8::10]:80"} {
+		world.Serve(address, func(c net.Conn) {
+			p.served.Add(1)
+			_, _ = fmt.Fprintf(c, "hello %s", c.RemoteAddr().(*net.TCPAddr).IP)
+		})
+	}
+	return p
+}
+
+func (p *provisional) apply(t *testing.T, backend string) *ruleset.Installed {
+	t.Helper()
+	in, err := ruleset.Apply(t.Context(), p.Path(), ruleset.Provisional("eth0"), backend, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &in
+}
+
+// ask dials address; what the server says, or the error, comes through the channel.
+func (p *provisional) ask(t *testing.T, address string) <-chan string {
+	t.Helper()
+	got := make(chan string, 1)
+	go func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		c, err := p.Dial(ctx, "tcp", address)
+		if err != nil {
+			got <- err.Error()
+			return
+		}
+		defer c.Close() //nolint:errcheck // read to its end
+		_ = c.SetDeadline(time.Now().Add(time.Minute))
+		b, err := io.ReadAll(c)
+		if err != nil {
+			got <- err.Error()
+			return
+		}
+		got <- string(b)
+	}()
+	return got
+}
+
+// waitFor waits until the SYNs of n connections have been redirected, and dropped: nobody listens.
+func (p *provisional) waitFor(t *testing.T, n int) {
+	t.Helper()
+	nstest.Eventually(t, fmt.Sprintf("%d SYNs wait", n), func() bool {
+		waiting := 0
+		err := p.Do(func() error {
+			h, err := netlink.NewHandle(unix.NETLINK_NETFILTER)
+			if err != nil {
+				return err
+			}
+			defer h.Close()
+			for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
+				flows, err := h.ConntrackTableList(netlink.ConntrackTable, family)
+				if err != nil {
+					return err
+				}
+				for _, f := range flows {
+					if f.Reverse.SrcPort == ruleset.OutboundPort {
+						waiting++
+					}
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return waiting == n
+	})
+	if got := p.served.Load(); got != 0 {
+		t.Errorf("%d connections went around, want none", got)
+	}
+}
+
+func (p *provisional) rules() string {
+	return p.Exec("nft", "list", "ruleset") + p.Exec("iptables-legacy-save") + p.Exec("ip6tables-legacy-save")
+}
+
+func forBackends(t *testing.T, f func(t *testing.T, backend string)) {
+	t.Helper()
+	t.Parallel()
+	for _, backend := range []string{"iptables-nft", "iptables-legacy", "nftables"} {
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			f(t, backend)
+		})
+	}
+}
+
+func TestProvisionalIsNotCaptured(t *testing.T) {
+	forBackends(t, func(t *testing.T, backend string) {
+		p := newProvisional(t)
+		a := newAgent(t, pass)
+		r := a.write(t, p.Host, attach.Provisional, p.apply(t, backend))
+		ipv4, ipv6 := p.ask(t, server+":80"), p.ask(t, "[2001:db8::10]:80")
+		p.waitFor(t, 2)
+		a.Reconcile(t.Context())
+		if got, want := <-ipv4, "hello 198.51.100.2"; got != want {
+			t.Errorf("IPv4: got %q, want %q", got, want)
+		}
+		if got, want := <-ipv6, "hello 2001:db8::2"; got != want {
+			t.Errorf("IPv6: got %q, want %q", got, want)
+		}
+		if rules := p.rules(); strings.Contains(strings.ToLower(rules), "sluice") {
+			t.Errorf("rules are left:\n%s", rules)
+		}
+		got, err := a.store.Read(r.ID)
+		if err != nil || got.State != attach.Passed || got.Installed != nil {
+			t.Errorf("record: got %+v, %v; want it not captured, without rules", got, err)
+		}
+		if s, ok := a.of(r.ID); !ok || s.State != attach.Passed || listening(t, p.Host) {
+			t.Errorf("got %+v, listening %t", s, listening(t, p.Host))
+		}
+	})
+}
+
+func TestProvisionalIsCaptured(t *testing.T) {
+	forBackends(t, func(t *testing.T, backend string) {
+		p := newProvisional(t)
+		a := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+			d, err := capture(at, interfaces)
+			d.Ruleset.ExcludePorts = []ruleset.PortRange{{First: 81, Last: 81}}
+			return d, err
+		})
+		r := a.write(t, p.Host, attach.Provisional, p.apply(t, backend))
+		p.ask(t, server+":80")
+		p.ask(t, "[2001:db8::10]:80")
+		excluded := p.ask(t, server+":81")
+		p.waitFor(t, 3)
+		a.Reconcile(t.Context())
+		nstest.Eventually(t, "the captured connections wait for the upstream", func() bool {
+			s, ok := a.of(r.ID)
+			return ok && s.Waiting == 2
+		})
+		if got, want := <-excluded, "hello 198.51.100.2"; got != want {
+			t.Errorf("to the excluded port: got %q, want %q", got, want)
+		}
+		if got := p.served.Load(); got != 1 {
+			t.Errorf("%d connections reached the server, want the excluded one alone", got)
+		}
+		got, err := a.store.Read(r.ID)
+		if err != nil || got.State != attach.Captured || got.Installed == nil || got.Installed.Backend != backend || len(got.Installed.Ruleset.ExcludePorts) != 1 {
+			t.Fatalf("record: got %+v, %v; want it captured, with the new ruleset", got, err)
+		}
+		if drift, err := got.Installed.Check(t.Context(), p.Path()); err != nil || len(drift) > 0 {
+			t.Errorf("Check: got %q, %v; want no drift", drift, err)
+		}
+	})
+}
+
+// TestProvisionalStaysWhileItCannotBeDecided: an error is never read as "not captured".
+func TestProvisionalStaysWhileItCannotBeDecided(t *testing.T) {
+	t.Parallel()
+	p := newProvisional(t)
+	var known atomic.Bool
+	a := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+		if !known.Load() {
+			return refuse(at, interfaces)
+		}
+		return pass(at, interfaces)
+	})
+	in := p.apply(t, "auto")
+	r := a.write(t, p.Host, attach.Provisional, in)
+	got := p.ask(t, server+":80")
+	p.waitFor(t, 1)
+	for range 2 {
+		a.Reconcile(t.Context())
+		s, ok := a.of(r.ID)
+		if !ok || s.State != attach.Provisional || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], "annotation sluice.dev/quic: bad") {
+			t.Errorf("got %+v, want it provisional, with a note", s)
+		}
+	}
+	if drift, err := in.Check(t.Context(), p.Path()); err != nil || len(drift) > 0 {
+		t.Errorf("Check: got %q, %v; want no drift", drift, err)
+	}
+	p.waitFor(t, 1)
+	known.Store(true)
+	a.Reconcile(t.Context())
+	if g, want := <-got, "hello 198.51.100.2"; g != want {
+		t.Errorf("decided: got %q, want %q", g, want)
+	}
+	if s, ok := a.of(r.ID); !ok || s.State != attach.Passed || len(s.Notes) > 0 {
+		t.Errorf("decided: got %+v, want it passed, without a note", s)
+	}
+}

@@ -1,0 +1,230 @@
+package config
+
+import (
+	"errors"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+var comparePrefixes = cmpopts.EquateComparable(netip.Prefix{})
+
+// minimal is the least that a configuration says.
+const minimal = "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all}\n"
+
+// environment is what ${NAME} stands for in these tests.
+func environment(name string) (string, bool) {
+	v, ok := map[string]string{
+		"HOST_IP": "192.0.2.1", "HOST_IP6": "2001:db8::1", "PORT": "18080", "EMPTY": "", "NAME": "proxy.example", "BOTH": "[2001:db8::1]:1",
+	}[name]
+	return v, ok
+}
+
+func defaults() Config {
+	return Config{
+		Upstream:       Upstream{Address: "127.0.0.1:18080", Protocol: Connect},
+		Capture:        Capture{Source: All, ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true},
+		Late:           Late{Policy: Queue},
+		AgentSocket:    "/run/sluice/agent.sock",
+		StateDir:       "/run/sluice",
+		MetricsAddress: "127.0.0.1:15090",
+	}
+}
+
+func TestParse(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		name, yaml string
+		change     func(*Config) // of the defaults
+	}{
+		{"minimal", minimal, func(*Config) {}},
+		{"in JSON", `{"upstream":{"address":"127.0.0.1:18080"},"capture":{"source":"all"}}`, func(*Config) {}},
+		{"empty mappings", minimal + "late: {}\n", func(*Config) {}},
+		{"a mapping with nothing in it yet", minimal + "late:\n", func(*Config) {}},
+		{"everything", `
+upstream:
+  address: proxy.example:3128
+  protocol: socks5
+capture:
+  source: all
+  includePorts: [80, 443, "8000-8999"]
+  excludePorts: ["22"]
+  excludeCIDRs: [10.0.0.0/8, "fd00::/8", 203.0.113.7]
+  quic: allow
+late:
+  policy: queue
+  timeout: 0s
+agentSocket: /s/../a.sock
+stateDir: /d/
+metricsAddress: "[::1]:9090"
+`, func(c *Config) {
+			c.Upstream = Upstream{Address: "proxy.example:3128", Protocol: SOCKS5}
+			c.Capture = Capture{
+				Source:       All,
+				IncludePorts: []ruleset.PortRange{{First: 80, Last: 80}, {First: 443, Last: 443}, {First: 8000, Last: 8999}},
+				ExcludePorts: []ruleset.PortRange{{First: 22, Last: 22}},
+				ExcludeCIDRs: []netip.Prefix{
+					netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8"), netip.MustParsePrefix("203.0.113.7/32"),
+				},
+			}
+			c.AgentSocket, c.StateDir, c.MetricsAddress = "/a.sock", "/d", "[::1]:9090"
+		}},
+		{"what is given replaces the default", minimal + "metricsAddress: ''\n", func(c *Config) { c.MetricsAddress = "" }},
+		{
+			"no excluded CIDRs", "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all, excludeCIDRs: []}\n",
+			func(c *Config) { c.Capture.ExcludeCIDRs = nil },
+		},
+	} {
+		want := defaults()
+		tc.change(&want)
+		got, err := Parse([]byte(tc.yaml), environment)
+		if err != nil {
+			t.Errorf("%s: %v", tc.name, err)
+			continue
+		}
+		if diff := cmp.Diff(want, got, comparePrefixes); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", tc.name, diff)
+		}
+	}
+}
+
+// TestParseErrors: each names the key and the value.
+func TestParseErrors(t *testing.T) {
+	t.Parallel()
+	const upstream = "upstream: {address: '127.0.0.1:18080'}\n"
+	const source = "capture: {source: all}\n"
+	for _, tc := range []struct{ yaml, want string }{
+		{"", "upstream.address: missing"},
+		{"[]", "[] is not a mapping of keys"},
+		{"sluice", `"sluice" is not a mapping of keys`},
+		{"a: b: c", "yaml"},
+		{"upstream: {}\n" + source, "upstream.address: missing"},
+		{source, "upstream.address: missing"},
+		{upstream, "capture.source: missing"},
+		{upstream + upstream + source, `"upstream" already set in map`},
+		{upstream + "capture: all\n", `capture: "all" is not a mapping of keys`},
+		{minimal + "metrics: x\n", `metrics: unknown key, with value "x"; known are agentSocket, capture, late, metricsAddress, stateDir, upstream`},
+		{minimal + "late: {polcy: queue}\n", `late.polcy: unknown key, with value "queue"; known are policy, timeout`},
+		{minimal + "upstream.address: x\n", `upstream.address: unknown key`},
+		{minimal + "Late: {}\n", `Late: unknown key`},
+
+		{"upstream: {address: localhost}\n" + source, `upstream.address: "localhost" is not host:port`},
+		{"upstream: {address: ''}\n" + source, `upstream.address: "" is not host:port`},
+		{"upstream: {address: null}\n" + source, `upstream.address: "null" is not host:port`},
+		{"upstream: {address: 18080}\n" + source, `upstream.address: "18080" is not host:port`},
+		{"upstream: {address: ':18080'}\n" + source, `upstream.address: ":18080" is not host:port`},
+		{"upstream: {address: '127.0.0.1:0'}\n" + source, `upstream.address: "127.0.0.1:0": "0" is not a port from 1 to 65535`},
+		{"upstream: {address: '127.0.0.1:65536'}\n" + source, `"65536" is not a port`},
+		{"upstream: {address: '127.0.0.1:http'}\n" + source, `"http" is not a port`},
+		{"upstream: {address: '2001:db8::1:80'}\n" + source, `upstream.address: "2001:db8::1:80" is not host:port`},
+		{"upstream: {address: ['a:1']}\n" + source, `upstream.address: "[\"a:1\"]" is not host:port`},
+		{"upstream: {address: '${NOBODY}:1'}\n" + source, `upstream.address: "${NOBODY}:1": the environment has no NOBODY`},
+		{"upstream: {address: '${EMPTY}:1'}\n" + source, `the environment has no EMPTY`},
+		{"upstream: {address: 'a:1', protocol: http}\n" + source, `upstream.protocol: "http" is not one of [connect socks5]`},
+		{"upstream: {address: 'a:1', protocol: sockets}\n" + source, `upstream.protocol: "sockets" is not in this version yet`},
+
+		{upstream + "capture: {source: some}\n", `capture.source: "some" is not one of`},
+		{upstream + "capture: {source: all, includePorts: 80}\n", `capture.includePorts: 80 is not a list`},
+		{upstream + "capture: {source: all, includePorts: [0]}\n", `capture.includePorts: port "0"`},
+		{upstream + "capture: {source: all, includePorts: [null]}\n", `capture.includePorts: port "null"`},
+		{upstream + "capture: {source: all, includePorts: [8.5]}\n", `capture.includePorts: port "8.5"`},
+		{upstream + "capture: {source: all, excludePorts: ['90-80']}\n", `capture.excludePorts: port range "90-80"`},
+		{upstream + "capture: {source: all, excludeCIDRs: [10.1.2.3/8]}\n", `capture.excludeCIDRs: "10.1.2.3/8" has host bits set`},
+		{upstream + "capture: {source: all, excludeCIDRs: [x]}\n", `capture.excludeCIDRs: "x" is not a CIDR`},
+		{upstream + "capture: {source: all, quic: no}\n", `capture.quic: "false" is not one of [reject allow]`},
+
+		{minimal + "late: {policy: wait}\n", `late.policy: "wait" is not one of [queue]`},
+		{minimal + "late: {policy: hold}\n", `late.policy: "hold" is not in this version yet`},
+		{minimal + "late: {timeout: forever}\n", `late.timeout: "forever" is not a duration`},
+		{minimal + "late: {timeout: -1s}\n", `late.timeout: "-1s" is not a duration`},
+		{minimal + "late: {timeout: 90s}\n", `late.timeout: "90s": a limit is not in this version yet`},
+		{minimal + "agentSocket: agent.sock\n", `agentSocket: "agent.sock" is not an absolute path`},
+		{minimal + "stateDir: ''\n", `stateDir: "" is not an absolute path`},
+		{minimal + "metricsAddress: 9090\n", `metricsAddress: "9090" is not host:port`},
+	} {
+		_, err := Parse([]byte(tc.yaml), environment)
+		if err == nil || !strings.Contains(err.Error(), tc.want) {
+			t.Errorf("%q: got %v, want an error with %q", tc.yaml, err, tc.want)
+		}
+	}
+}
+
+func TestUpstreamAddressExpands(t *testing.T) {
+	t.Parallel()
+	for address, want := range map[string]string{
+		"${HOST_IP}:18080":     "192.0.2.1:18080",
+		"$HOST_IP:18080":       "192.0.2.1:18080",
+		"${HOST_IP}:${PORT}":   "192.0.2.1:18080",
+		"${HOST_IP6}:18080":    "[2001:db8::1]:18080",
+		"[${HOST_IP6}]:18080":  "[2001:db8::1]:18080",
+		"${HOST_IP6}:${PORT}":  "[2001:db8::1]:18080",
+		"${NAME}:3128":         "proxy.example:3128",
+		"${BOTH}":              "[2001:db8::1]:1",
+		"proxy.${NAME}:1":      "proxy.proxy.example:1",
+		"[fe80::1%eth0]:18080": "[fe80::1%eth0]:18080",
+	} {
+		c, err := Parse([]byte("upstream: {address: '"+address+"'}\ncapture: {source: all}\n"), environment)
+		if err != nil || c.Upstream.Address != want {
+			t.Errorf("%s: got %q, %v; want %q", address, c.Upstream.Address, err, want)
+		}
+	}
+}
+
+func TestLoad(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	good, bad := filepath.Join(dir, "good.yaml"), filepath.Join(dir, "bad.yaml")
+	for path, content := range map[string]string{good: minimal, bad: "late: {policy: wait}\n"} {
+		if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, err := Load(good)
+	if diff := cmp.Diff(defaults(), got, comparePrefixes); err != nil || diff != "" {
+		t.Errorf("Load: %v (-want +got):\n%s", err, diff)
+	}
+	if _, err := Load(bad); err == nil || !strings.Contains(err.Error(), bad+": late.policy") {
+		t.Errorf("a bad file: got %v, want the file and the key", err)
+	}
+	none := filepath.Join(dir, "none.yaml")
+	if _, err := Load(none); !errors.Is(err, os.ErrNotExist) || !strings.Contains(err.Error(), none) {
+		t.Errorf("no file: got %v, want os.ErrNotExist and the file", err)
+	}
+}
+
+// FuzzParse: whatever is in the file, there is an error, or a configuration in which every value is one.
+func FuzzParse(f *testing.F) {
+	for _, seed := range []string{
+		minimal, "upstream: {address: '${HOST_IP6}:1', protocol: socks5}\ncapture: {source: all, includePorts: [1, '2-3']}\n",
+		minimal + "late: {policy: queue, timeout: 0s}\nagentSocket: /a\nstateDir: /b\nmetricsAddress: ''\n", "a: &a [*a]", "? {}\n: 1", "1: 2",
+		"\x00", "upstream: !!binary x",
+	} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, data []byte) {
+		c, err := Parse(data, environment)
+		if err != nil {
+			return
+		}
+		if c.Upstream.Address == "" || c.Capture.Source != All || c.Late.Policy != Queue || c.Late.Timeout != 0 {
+			t.Errorf("%q: got %+v", data, c)
+		}
+		if !filepath.IsAbs(c.AgentSocket) || !filepath.IsAbs(c.StateDir) {
+			t.Errorf("%q: got paths %q and %q", data, c.AgentSocket, c.StateDir)
+		}
+		r := ruleset.Ruleset{
+			Interfaces: []string{"eth0"}, IncludePorts: c.Capture.IncludePorts, ExcludePorts: c.Capture.ExcludePorts,
+			ExcludeCIDRs: c.Capture.ExcludeCIDRs,
+		}
+		if err := r.Validate(); err != nil {
+			t.Errorf("%q: no ruleset can be made of it: %v", data, err)
+		}
+	})
+}

@@ -1,0 +1,285 @@
+package gate
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+func TestMain(m *testing.M) { os.Exit(netns.Main(m)) }
+
+const (
+	webIPv4 = "192.0.2.7:443"
+	webIPv6 = "[2001:db8::7]:443"
+)
+
+// newPod is a netns in which what is sent to the documentation's addresses is redirected, and a gate in it.
+func newPod(t *testing.T) (*netns.Host, *Gate) {
+	t.Helper()
+	h := netns.NewHost(t, "gate")
+	h.IP("addr", "add", "10.0.0.5/32", "dev", "lo")
+	h.IP("addr", "add", "fd00::5/128", "dev", "lo", "nodad")
+	h.IP("route", "add", "default", "dev", "lo")
+	h.IP("-6", "route", "add", "default", "dev", "lo")
+	port := strconv.Itoa(ruleset.OutboundPort)
+	h.Exec("iptables-nft", "-t", "nat", "-A", "OUTPUT", "-d", "192.0.2.0/24", "-p", "tcp", "-j", "REDIRECT", "--to-ports", port)
+	h.Exec("ip6tables-nft", "-t", "nat", "-A", "OUTPUT", "-d", "2001:db8::/32", "-p", "tcp", "-j", "REDIRECT", "--to-ports", port)
+	g, err := Open(h.Path())
+	if err != nil {
+		t.Fatalf("Open: %v", err)
+	}
+	t.Cleanup(func() { _ = g.Close() }) // a second time in some tests
+	return h, g
+}
+
+func dial(t *testing.T, h *netns.Host, address string) *net.TCPConn {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	c, err := h.Dial(ctx, "tcp", address)
+	if err != nil {
+		t.Fatalf("dialling %s: %v", address, err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	return c.(*net.TCPConn)
+}
+
+// accept waits for a connection on either listener.
+func accept(t *testing.T, g *Gate) *net.TCPConn {
+	t.Helper()
+	var conn *net.TCPConn
+	netns.Eventually(t, "a connection can be accepted", func() bool {
+		for _, l := range g.Listeners {
+			c, err := l.Accept()
+			if err != nil {
+				t.Fatalf("Accept: %v", err)
+			}
+			if c != nil {
+				conn = c
+				return true
+			}
+		}
+		return false
+	})
+	t.Cleanup(func() { _ = conn.Close() })
+	return conn
+}
+
+func TestOpenListensInThatNetnsAlone(t *testing.T) {
+	t.Parallel()
+	h, g := newPod(t)
+	if got := len(g.Listeners); got != 2 {
+		t.Errorf("got %d listeners, want one for each family", got)
+	}
+	other := netns.NewHost(t, "other")
+	for _, loopback := range []string{"127.0.0.1:15001", "[::1]:15001"} {
+		dial(t, h, loopback)
+		if _, err := other.Dial(t.Context(), "tcp", loopback); !errors.Is(err, syscall.ECONNREFUSED) {
+			t.Errorf("%s in another netns: got %v, want it refused", loopback, err)
+		}
+	}
+}
+
+func TestWaitDoesNotAccept(t *testing.T) {
+	t.Parallel()
+	h, g := newPod(t)
+	l := g.Listeners[0]
+	for want := 1; want <= 3; want++ {
+		dial(t, h, webIPv4)
+		for range 2 {
+			if err := l.Wait(); err != nil {
+				t.Fatalf("Wait: %v", err)
+			}
+		}
+		checkQueued(t, g, want)
+	}
+	dial(t, h, webIPv6)
+	checkQueued(t, g, 4)
+	for want := 3; want >= 0; want-- {
+		accept(t, g)
+		checkQueued(t, g, want)
+	}
+	for _, l := range g.Listeners {
+		if c, err := l.Accept(); c != nil || err != nil {
+			t.Errorf("Accept without a connection: got %v, %v; want nothing", c, err)
+		}
+	}
+}
+
+// checkQueued: the last step of a handshake may come a moment after the client has seen the end of it.
+func checkQueued(t *testing.T, g *Gate, want int) {
+	t.Helper()
+	netns.Eventually(t, strconv.Itoa(want)+" connections are queued", func() bool {
+		got, err := g.Queued()
+		if err != nil {
+			t.Fatalf("Queued: %v", err)
+		}
+		return got == want
+	})
+}
+
+func TestWaitWakesForAConnection(t *testing.T) {
+	t.Parallel()
+	h, g := newPod(t)
+	done := make(chan error)
+	for _, l := range g.Listeners {
+		go func() { done <- l.Wait() }()
+	}
+	for _, address := range []string{webIPv4, webIPv6} {
+		dial(t, h, address)
+		if err := <-done; err != nil {
+			t.Errorf("Wait: %v", err)
+		}
+	}
+}
+
+func TestCloseUnblocksWait(t *testing.T) {
+	t.Parallel()
+	_, g := newPod(t)
+	done := make(chan error)
+	for _, l := range g.Listeners {
+		go func() { done <- l.Wait() }()
+	}
+	if err := g.Close(); err != nil {
+		t.Errorf("Close: %v", err)
+	}
+	for range g.Listeners {
+		if err := <-done; !errors.Is(err, os.ErrClosed) {
+			t.Errorf("Wait: got %v, want os.ErrClosed", err)
+		}
+	}
+	for _, l := range g.Listeners {
+		if err := l.Wait(); !errors.Is(err, os.ErrClosed) {
+			t.Errorf("Wait after Close: got %v, want os.ErrClosed", err)
+		}
+		if c, err := l.Accept(); c != nil || !errors.Is(err, os.ErrClosed) {
+			t.Errorf("Accept after Close: got %v, %v; want os.ErrClosed", c, err)
+		}
+	}
+	if _, err := g.Queued(); err == nil {
+		t.Error("Queued after Close: got no error")
+	}
+}
+
+func TestCloseResetsWhatWaits(t *testing.T) {
+	t.Parallel()
+	h, g := newPod(t)
+	c := dial(t, h, webIPv4)
+	checkQueued(t, g, 1)
+	if err := g.Close(); err != nil {
+		t.Errorf("Close: %v", err)
+	}
+	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("the app reads: got %v, want a reset", err)
+	}
+}
+
+// TestAcceptedConnectionsWork: bytes that waited are there, and deadlines work.
+func TestAcceptedConnectionsWork(t *testing.T) {
+	t.Parallel()
+	for _, address := range []string{webIPv4, webIPv6} {
+		h, g := newPod(t)
+		app := dial(t, h, address)
+		if _, err := io.WriteString(app, "early"); err != nil {
+			t.Fatal(err)
+		}
+		c := accept(t, g)
+		got := make([]byte, 5)
+		if _, err := io.ReadFull(c, got); err != nil || string(got) != "early" {
+			t.Errorf("%s: got %q, %v", address, got, err)
+		}
+		_ = c.SetReadDeadline(time.Now().Add(time.Millisecond))
+		if _, err := c.Read(got); !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("%s: read with a deadline: got %v, want os.ErrDeadlineExceeded", address, err)
+		}
+	}
+}
+
+func TestOpenFails(t *testing.T) {
+	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+	const none = "/run/netns/there-is-no-such-netns"
+	if g, err := Open(none); g != nil || err == nil || !strings.Contains(err.Error(), none) {
+		t.Errorf("no netns: got %v, %v; want an error that names it", g, err)
+	}
+	h := netns.NewHost(t, "taken")
+	taken := h.Listen("[::1]:15001")
+	g, err := Open(h.Path())
+	if g != nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), "port 15001 in netns "+h.Path()) {
+		t.Errorf("the port is taken: got %v, %v; want an error that names it", g, err)
+	}
+	_ = taken.Close()
+	g, err = Open(h.Path()) // the other family was let go
+	if err != nil {
+		t.Fatalf("the port is free again: %v", err)
+	}
+	_ = g.Close()
+}
+
+// TestOpenAfterADaemonThatDied: its connections, which its kernel has not forgotten, do not keep the port.
+func TestOpenAfterADaemonThatDied(t *testing.T) {
+	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+	h, g := newPod(t)
+	app := dial(t, h, webIPv4)
+	c := accept(t, g)
+	if err := g.Close(); err != nil {
+		t.Fatal(err)
+	}
+	again, err := Open(h.Path())
+	if err != nil {
+		t.Fatalf("with a connection: %v", err)
+	}
+	_ = again.Close()
+	_ = c.Close() // the listener's side first: it goes to TIME_WAIT
+	_, _ = io.ReadAll(app)
+	_ = app.Close()
+	if again, err = Open(h.Path()); err != nil {
+		t.Fatalf("with one in TIME_WAIT: %v", err)
+	}
+	_ = again.Close()
+}
+
+func TestOriginalDestination(t *testing.T) {
+	t.Parallel()
+	h, g := newPod(t)
+	for _, want := range []string{webIPv4, webIPv6, "192.0.2.9:1", "[2001:db8:ffff::1]:65535"} {
+		dial(t, h, want)
+		got, err := OriginalDestination(accept(t, g))
+		if err != nil || got != netip.MustParseAddrPort(want) {
+			t.Errorf("got %v, %v; want %s", got, err, want)
+		}
+	}
+	for _, direct := range []string{"127.0.0.1:15001", "[::1]:15001", "10.0.0.5:15001", "[fd00::5]:15001"} {
+		dial(t, h, direct)
+		if got, err := OriginalDestination(accept(t, g)); !errors.Is(err, ErrNotRedirected) {
+			t.Errorf("%s: got %v, %v; want ErrNotRedirected", direct, got, err)
+		}
+	}
+}
+
+// TestOriginalDestinationWithoutConntrack: where nothing redirects, nobody knows one.
+func TestOriginalDestinationWithoutConntrack(t *testing.T) {
+	t.Parallel()
+	h := netns.NewHost(t, "plain")
+	g, err := Open(h.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close() //nolint:errcheck // the end of the test
+	for _, direct := range []string{"127.0.0.1:15001", "[::1]:15001"} {
+		dial(t, h, direct)
+		if got, err := OriginalDestination(accept(t, g)); err == nil {
+			t.Errorf("%s: got %v, want an error", direct, got)
+		}
+	}
+}

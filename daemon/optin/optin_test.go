@@ -1,0 +1,212 @@
+package optin
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+var compareAddresses = cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{})
+
+func conf() config.Config {
+	return config.Config{
+		Upstream: config.Upstream{Address: "127.0.0.1:18080", Protocol: config.Connect},
+		Capture: config.Capture{
+			Source: config.All, IncludePorts: ports(80, 443), ExcludePorts: ports(22), ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true,
+		},
+	}
+}
+
+func ports(single ...uint16) []ruleset.PortRange {
+	var r []ruleset.PortRange
+	for _, p := range single {
+		r = append(r, ruleset.PortRange{First: p, Last: p})
+	}
+	return r
+}
+
+func cidrs(s ...string) []netip.Prefix {
+	var r []netip.Prefix
+	for _, c := range s {
+		r = append(r, netip.MustParsePrefix(c))
+	}
+	return r
+}
+
+// configured is the ruleset of a pod without annotations.
+func configured() ruleset.Ruleset {
+	return ruleset.Ruleset{
+		Interfaces: []string{"eth0"}, IncludePorts: ports(80, 443), ExcludePorts: ports(22), ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true,
+	}
+}
+
+func TestAnnotations(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		name        string
+		annotations map[string]string
+		change      func(*ruleset.Ruleset) // of what is configured
+	}{
+		{"none", nil, func(*ruleset.Ruleset) {}},
+		{"of others", map[string]string{"sluice.dev": "x", "example.com/quic": "maybe", "xsluice.dev/y": ""}, func(*ruleset.Ruleset) {}},
+		{
+			"included ports replace", map[string]string{"sluice.dev/include-outbound-ports": "8443, 9000-9001"},
+			func(r *ruleset.Ruleset) {
+				r.IncludePorts = append(ports(8443), ruleset.PortRange{First: 9000, Last: 9001})
+			},
+		},
+		{
+			"no included ports are all", map[string]string{"sluice.dev/include-outbound-ports": " "},
+			func(r *ruleset.Ruleset) { r.IncludePorts = nil },
+		},
+		{
+			"excluded ports are added", map[string]string{"sluice.dev/exclude-outbound-ports": "5432"},
+			func(r *ruleset.Ruleset) { r.ExcludePorts = ports(22, 5432) },
+		},
+		{
+			"included CIDRs", map[string]string{"sluice.dev/include-outbound-cidrs": "10.0.0.0/8,fd00::/8"},
+			func(r *ruleset.Ruleset) { r.IncludeCIDRs = cidrs("10.0.0.0/8", "fd00::/8") },
+		},
+		{
+			"excluded CIDRs are added", map[string]string{"sluice.dev/exclude-outbound-cidrs": "203.0.113.7"},
+			func(r *ruleset.Ruleset) { r.ExcludeCIDRs = append(ruleset.LinkLocal(), cidrs("203.0.113.7/32")...) },
+		},
+		{
+			"excluded interfaces", map[string]string{"sluice.dev/exclude-interfaces": "wg0, docker0"},
+			func(r *ruleset.Ruleset) { r.ExcludeInterfaces = []string{"wg0", "docker0"} },
+		},
+		{"QUIC allowed", map[string]string{"sluice.dev/quic": "allow"}, func(r *ruleset.Ruleset) { r.RejectQUIC = false }},
+		{"QUIC rejected", map[string]string{"sluice.dev/quic": "reject"}, func(*ruleset.Ruleset) {}},
+		{"late as it is", map[string]string{"sluice.dev/when-late": "queue", "sluice.dev/late-timeout": "0s"}, func(*ruleset.Ruleset) {}},
+		{"no inbound ports", map[string]string{"sluice.dev/capture-inbound-ports": ""}, func(*ruleset.Ruleset) {}},
+	} {
+		want := configured()
+		tc.change(&want)
+		d, err := Decide(conf(), attach.Attachment{Annotations: tc.annotations}, []string{"eth0"})
+		if err != nil || !d.Capture || d.Reason == "" {
+			t.Errorf("%s: got %+v, %v", tc.name, d, err)
+			continue
+		}
+		if diff := cmp.Diff(&want, d.Ruleset, compareAddresses); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", tc.name, diff)
+		}
+	}
+}
+
+// TestBadAnnotations: the error names the annotation and the value.
+func TestBadAnnotations(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ key, value, want string }{
+		{"include-outbound-ports", "http", `"http"`},
+		{"include-outbound-ports", "80,,443", `""`},
+		{"include-outbound-ports", "80,", `""`},
+		{"include-outbound-ports", "80 443", `"80 443"`},
+		{"exclude-outbound-ports", "0", `"0"`},
+		{"include-outbound-cidrs", "10.1.2.3/8", "host bits"},
+		{"exclude-outbound-cidrs", "example.com", `"example.com"`},
+		{"exclude-interfaces", "eth+", `"eth+"`},
+		{"quic", "", "want reject or allow"},
+		{"quic", "Reject", "want reject or allow"},
+		{"when-late", "hold", "not in this version yet"},
+		{"when-late", "direct", "not in this version yet"},
+		{"when-late", "never", "want queue, hold or direct"},
+		{"late-timeout", "90", "want a duration"},
+		{"late-timeout", "-1s", "want a duration"},
+		{"late-timeout", "90s", "not in this version yet"},
+		{"capture-inbound-ports", "8080", "not in this version yet"},
+		{"capture-inbound-ports", "x", `"x"`},
+		{"include-ports", "80", "unknown; known are capture-inbound-ports, "},
+		{"", "x", "unknown"},
+	} {
+		key := Prefix + tc.key
+		d, err := Decide(conf(), attach.Attachment{Annotations: map[string]string{key: tc.value}}, []string{"eth0"})
+		if err == nil || d.Capture || !strings.Contains(err.Error(), "annotation "+key+": ") || !strings.Contains(err.Error(), tc.want) {
+			t.Errorf("%s: %q: got %+v, %v; want an error with %q", key, tc.value, d, err, tc.want)
+		}
+	}
+}
+
+// TestDecideLeavesTheConfigurationAlone: it is the same for the next pod.
+func TestDecideLeavesTheConfigurationAlone(t *testing.T) {
+	t.Parallel()
+	c := conf()
+	c.Capture.ExcludePorts = append(make([]ruleset.PortRange, 0, 8), c.Capture.ExcludePorts...) // room that an append could write to
+	c.Capture.ExcludeCIDRs = append(make([]netip.Prefix, 0, 8), c.Capture.ExcludeCIDRs...)
+	decide := func(port, cidr string) *ruleset.Ruleset {
+		d, err := Decide(c, attach.Attachment{Annotations: map[string]string{
+			"sluice.dev/exclude-outbound-ports": port, "sluice.dev/exclude-outbound-cidrs": cidr,
+		}}, []string{"eth0"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return d.Ruleset
+	}
+	first := decide("1001", "192.0.2.1")
+	decide("1002", "192.0.2.2")
+	if diff := cmp.Diff(ports(22, 1001), first.ExcludePorts); diff != "" {
+		t.Errorf("the first pod's ports, after the second (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff(append(ruleset.LinkLocal(), cidrs("192.0.2.1/32")...), first.ExcludeCIDRs, compareAddresses); diff != "" {
+		t.Errorf("the first pod's CIDRs, after the second (-want +got):\n%s", diff)
+	}
+}
+
+func TestUpstreamThatAPodCouldReach(t *testing.T) {
+	t.Parallel()
+	for address, want := range map[string]string{
+		"192.0.2.1:18080":          "192.0.2.1:18080",
+		"[2001:db8::1]:18080":      "[2001:db8::1]:18080",
+		"[::ffff:192.0.2.1]:18080": "192.0.2.1:18080",
+		"[fe80::1%eth0]:18080":     "[fe80::1]:18080",
+		"127.0.0.1:18080":          "invalid AddrPort",
+		"127.1.2.3:18080":          "invalid AddrPort",
+		"[::1]:18080":              "invalid AddrPort",
+		"[::ffff:127.0.0.1]:18080": "invalid AddrPort",
+		"0.0.0.0:18080":            "invalid AddrPort",
+		"[::]:18080":               "invalid AddrPort",
+		"proxy.example:18080":      "invalid AddrPort",
+		"localhost:18080":          "invalid AddrPort",
+	} {
+		c := conf()
+		c.Upstream.Address = address
+		d, err := Decide(c, attach.Attachment{}, []string{"eth0", "net1"})
+		if err != nil {
+			t.Errorf("%s: %v", address, err)
+			continue
+		}
+		if got := d.Ruleset.Upstream.String(); got != want {
+			t.Errorf("%s: got %s, want %s", address, got, want)
+		}
+		if err := d.Ruleset.Validate(); err != nil {
+			t.Errorf("%s: %v", address, err)
+		}
+	}
+}
+
+// FuzzAnnotate: an annotation is an error, or what comes of it can be rendered.
+func FuzzAnnotate(f *testing.F) {
+	for name := range annotations {
+		for _, value := range []string{"", "80,443", "8000-8999", "10.0.0.0/8, fd00::1", "eth0", "allow", "queue", "0s", "x,", ","} {
+			f.Add(name, value)
+		}
+	}
+	f.Fuzz(func(t *testing.T, name, value string) {
+		d, err := Decide(conf(), attach.Attachment{Annotations: map[string]string{Prefix + name: value}}, []string{"eth0"})
+		if err != nil {
+			if d.Capture || !strings.Contains(err.Error(), Prefix+name) {
+				t.Errorf("%q: %q: got %+v, %v", name, value, d, err)
+			}
+			return
+		}
+		if err := d.Ruleset.Validate(); err != nil {
+			t.Errorf("%q: %q: no ruleset can be made of it: %v", name, value, err)
+		}
+	})
+}

@@ -1,0 +1,251 @@
+package relay
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"net"
+	"os"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/integration/netns"
+)
+
+// ends are the two far ends of a running junction.
+type ends struct {
+	app, up *net.TCPConn
+	done    chan struct{} // closed when run returns
+	ended   atomic.Int32  // how often ending was called
+	cancel  context.CancelFunc
+}
+
+// joined runs a junction until the test ends.
+func joined(t *testing.T, first string, appState func() gate.AppState) *ends {
+	t.Helper()
+	e := &ends{done: make(chan struct{})}
+	j := junction{appState: appState, ending: func() { e.ended.Add(1) }}
+	e.app, j.app = pair(t)
+	e.up, j.up = pair(t)
+	var ctx context.Context
+	ctx, e.cancel = context.WithCancel(t.Context())
+	go func() {
+		defer close(e.done)
+		j.run(ctx, []byte(first))
+	}()
+	t.Cleanup(func() {
+		e.cancel()
+		<-e.done
+		if got := e.ended.Load(); got != 1 {
+			t.Errorf("ending was called %d times, want once", got)
+		}
+	})
+	return e
+}
+
+// pair is a TCP connection on loopback, by both its ends.
+func pair(t *testing.T) (far, near *net.TCPConn) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close() //nolint:errcheck // of no more use
+	f, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	n, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []net.Conn{f, n} {
+		t.Cleanup(func() { _ = c.Close() })
+		if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	_ = n.SetDeadline(time.Time{})
+	return f.(*net.TCPConn), n.(*net.TCPConn)
+}
+
+func send(t *testing.T, c *net.TCPConn, s string) {
+	t.Helper()
+	if _, err := io.WriteString(c, s); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func shut(t *testing.T, c *net.TCPConn) {
+	t.Helper()
+	if err := c.CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func checkReads(t *testing.T, who string, c *net.TCPConn, want string) {
+	t.Helper()
+	got := make([]byte, len(want))
+	if _, err := io.ReadFull(c, got); err != nil || string(got) != want {
+		t.Errorf("%s reads: got %q, %v; want %q", who, got, err, want)
+	}
+}
+
+func checkEnd(t *testing.T, who string, c *net.TCPConn, want error) {
+	t.Helper()
+	if n, err := c.Read(make([]byte, 1)); n > 0 || !errors.Is(err, want) {
+		t.Errorf("%s reads: got %d bytes, %v; want %v", who, n, err, want)
+	}
+}
+
+func TestJoinCarriesBothWays(t *testing.T) {
+	t.Parallel()
+	e := joined(t, "", nil)
+	for range 3 {
+		send(t, e.app, "question")
+		checkReads(t, "the upstream", e.up, "question")
+		send(t, e.up, "answer")
+		checkReads(t, "the app", e.app, "answer")
+	}
+}
+
+func TestJoinDeliversFirstBytesFirst(t *testing.T) {
+	t.Parallel()
+	e := joined(t, "said already, ", nil)
+	send(t, e.up, "said later")
+	checkReads(t, "the app", e.app, "said already, said later")
+}
+
+func TestJoinPassesEachEndOn(t *testing.T) {
+	t.Parallel()
+	for name, upFirst := range map[string]bool{"the app's first": false, "the upstream's first": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			e := joined(t, "", nil)
+			one, other := e.app, e.up
+			if upFirst {
+				one, other = other, one
+			}
+			send(t, one, "all")
+			shut(t, one)
+			checkReads(t, "the other", other, "all")
+			checkEnd(t, "the other", other, io.EOF)
+			send(t, other, "not over here") // half open
+			checkReads(t, "the one", one, "not over here")
+			shut(t, other)
+			checkEnd(t, "the one", one, io.EOF)
+			<-e.done
+		})
+	}
+}
+
+func TestJoinCarriesMuchBothWaysAtOnce(t *testing.T) {
+	t.Parallel()
+	const size = 8 << 20
+	data := make([]byte, size)
+	for i := range data {
+		data[i] = byte(rand.Uint32())
+	}
+	want := sha256.Sum256(data)
+	e := joined(t, "", nil)
+	got := make(chan [sha256.Size]byte)
+	for _, c := range []*net.TCPConn{e.app, e.up} {
+		go func() {
+			_, _ = io.Copy(c, bytes.NewReader(data))
+			_ = c.CloseWrite()
+		}()
+		go func() {
+			h := sha256.New()
+			_, _ = io.Copy(h, c)
+			got <- [sha256.Size]byte(h.Sum(nil))
+		}()
+	}
+	for range 2 {
+		if g := <-got; g != want {
+			t.Errorf("got %x, want %x", g, want)
+		}
+	}
+	<-e.done
+}
+
+func TestJoinPassesResetsOn(t *testing.T) {
+	t.Parallel()
+	for name, appState := range map[string]func() gate.AppState{
+		"with half-close": nil, "without": func() gate.AppState { return gate.AppUnknown },
+	} {
+		for from, upResets := range map[string]bool{"the app": false, "the upstream": true} {
+			t.Run(name+"/"+from, func(t *testing.T) {
+				t.Parallel()
+				e := joined(t, "", appState)
+				one, other := e.app, e.up
+				if upResets {
+					one, other = other, one
+				}
+				send(t, other, "x") // both are at work
+				checkReads(t, from, one, "x")
+				reset(one)
+				checkEnd(t, "the other", other, syscall.ECONNRESET)
+				<-e.done
+			})
+		}
+	}
+}
+
+func TestJoinResetsBothWhenItsContextEnds(t *testing.T) {
+	t.Parallel()
+	e := joined(t, "", nil)
+	e.cancel()
+	checkEnd(t, "the app", e.app, syscall.ECONNRESET)
+	checkEnd(t, "the upstream", e.up, syscall.ECONNRESET)
+	<-e.done
+}
+
+// TestJoinHoldsTheAppsFINBack: an upstream that is told of one end would drop what the other still carries.
+func TestJoinHoldsTheAppsFINBack(t *testing.T) {
+	t.Parallel()
+	var looks atomic.Int32
+	e := joined(t, "", func() gate.AppState {
+		looks.Add(1)
+		return gate.AppOpen
+	})
+	send(t, e.app, "question")
+	shut(t, e.app)
+	checkReads(t, "the upstream", e.up, "question")
+	netns.Eventually(t, "the FIN is held back", func() bool { return looks.Load() >= 4 })
+	_ = e.up.SetReadDeadline(time.Now().Add(time.Millisecond))
+	checkEnd(t, "the upstream", e.up, os.ErrDeadlineExceeded)
+	_ = e.up.SetReadDeadline(time.Now().Add(time.Minute))
+	send(t, e.up, "slow answer")
+	checkReads(t, "the app", e.app, "slow answer")
+	shut(t, e.up)
+	checkEnd(t, "the app", e.app, io.EOF)
+	checkEnd(t, "the upstream", e.up, io.EOF)
+	<-e.done
+}
+
+// TestJoinPassesTheEndOfAnAppThatClosedOn at once: nobody waits for an answer.
+func TestJoinPassesTheEndOfAnAppThatClosedOn(t *testing.T) {
+	t.Parallel()
+	e := joined(t, "", func() gate.AppState { return gate.AppClosed })
+	send(t, e.app, "bye")
+	_ = e.app.Close()
+	checkReads(t, "the upstream", e.up, "bye")
+	checkEnd(t, "the upstream", e.up, io.EOF)
+}
+
+// TestJoinNoticesThatTheAppClosesLater: half shut first, closed while its FIN is held back.
+func TestJoinNoticesThatTheAppClosesLater(t *testing.T) {
+	t.Parallel()
+	var state atomic.Int32
+	state.Store(int32(gate.AppOpen))
+	e := joined(t, "", func() gate.AppState { return gate.AppState(state.Load()) })
+	shut(t, e.app)
+	state.Store(int32(gate.AppClosed))
+	checkEnd(t, "the upstream", e.up, io.EOF)
+}

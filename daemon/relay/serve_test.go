@@ -1,0 +1,286 @@
+package relay
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/upstream"
+	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+func TestMain(m *testing.M) { os.Exit(netns.Main(m)) }
+
+const web = "192.0.2.7:443"
+
+// served is a pod whose connections are relayed to an upstream that is not there yet.
+type served struct {
+	*netns.Host
+	pod      *Pod
+	gate     *gate.Gate
+	up       *upstream.Upstream
+	upstream string // its address
+	cancel   context.CancelFunc
+	done     chan struct{} // closed when Serve returns
+}
+
+var addresses atomic.Uint32
+
+func serve(t *testing.T) *served {
+	t.Helper()
+	s := &served{Host: netns.NewHost(t, "relay"), done: make(chan struct{})}
+	s.IP("addr", "add", "10.0.0.5/32", "dev", "lo")
+	s.IP("route", "add", "default", "dev", "lo")
+	s.Exec("iptables-nft", "-t", "nat", "-A", "OUTPUT", "!", "-d", "10.0.0.5/32", "-p", "tcp", "-j", "REDIRECT",
+		"--to-ports", strconv.Itoa(ruleset.OutboundPort))
+	s.upstream = fmt.Sprintf("127.%d.%d.%d:18080", 201+addresses.Add(1), os.Getpid()>>8&0xff, os.Getpid()&0xff)
+	log := slog.New(slog.DiscardHandler)
+	s.up = upstream.New(config.Upstream{Address: s.upstream, Protocol: config.Connect}, log)
+	var err error
+	if s.gate, err = gate.Open(s.Path()); err != nil {
+		t.Fatal(err)
+	}
+	s.pod = &Pod{Name: attach.Pod{Namespace: "ci", Name: "web-0"}, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5")}}
+	var ctx context.Context
+	ctx, s.cancel = context.WithCancel(t.Context())
+	go func() { _ = s.up.Run(ctx) }()
+	go func() {
+		defer close(s.done)
+		New(s.up, log).Serve(ctx, s.gate, s.pod)
+	}()
+	t.Cleanup(func() {
+		s.cancel()
+		_ = s.gate.Close()
+		<-s.done
+	})
+	return s
+}
+
+// proxy starts the upstream. answer is asked for each request; what it returns is the status, and 0 hangs up
+// without one. Behind 200 stands an echo.
+func (s *served) proxy(t *testing.T, answer func(*http.Request) int) {
+	t.Helper()
+	l, err := net.Listen("tcp", s.upstream)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() { // ends with its connection
+				defer c.Close() //nolint:errcheck // all was said
+				r := bufio.NewReader(c)
+				req, err := http.ReadRequest(r)
+				if err != nil {
+					return
+				}
+				status := answer(req)
+				if status == 0 {
+					return
+				}
+				fmt.Fprintf(c, "HTTP/1.1 %d x\r\n\r\n", status)
+				if status == http.StatusOK {
+					_, _ = io.Copy(c, r)
+				}
+			}()
+		}
+	})
+	t.Cleanup(func() {
+		_ = l.Close()
+		wg.Wait()
+	})
+}
+
+func (s *served) dial(t *testing.T, address string) *net.TCPConn {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	c, err := s.Dial(ctx, "tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	_ = c.SetDeadline(time.Now().Add(time.Minute))
+	return c.(*net.TCPConn)
+}
+
+// checkReset dials, and wants a reset: after the handshake, or as soon as that.
+func (s *served) checkReset(t *testing.T, address string) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	c, err := s.Dial(ctx, "tcp", address)
+	if err == nil {
+		defer c.Close() //nolint:errcheck // it is reset
+		_ = c.SetDeadline(time.Now().Add(time.Minute))
+		_, err = c.Read(make([]byte, 1))
+	}
+	if !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("%s: got %v, want a reset", address, err)
+	}
+}
+
+func (s *served) queued(t *testing.T) int {
+	t.Helper()
+	n, err := s.gate.Queued()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+func ok(*http.Request) int { return http.StatusOK }
+
+func TestServeAcceptsNothingWhileTheUpstreamIsLate(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	apps := make([]*net.TCPConn, 5)
+	for i := range apps {
+		apps[i] = s.dial(t, web)
+		send(t, apps[i], "early "+strconv.Itoa(i))
+	}
+	netns.Eventually(t, "all wait in the accept queue", func() bool { return s.queued(t) == len(apps) })
+	if got := s.pod.Counts(); got != (Counts{}) {
+		t.Errorf("late: got %+v, want nothing accepted", got)
+	}
+	asked := make(chan string, len(apps))
+	s.proxy(t, func(r *http.Request) int {
+		asked <- fmt.Sprintf("%s %s for %s/%s", r.Method, r.Host, r.Header.Get("Sluice-Pod-Namespace"), r.Header.Get("Sluice-Pod-Name"))
+		return http.StatusOK
+	})
+	for i, app := range apps {
+		checkReads(t, "an app", app, "early "+strconv.Itoa(i))
+		if got, want := <-asked, "CONNECT 192.0.2.7:443 for ci/web-0"; got != want {
+			t.Errorf("got request %q, want %q", got, want)
+		}
+	}
+	if got := s.pod.Counts(); got.Open != len(apps) || got.Waiting != 0 {
+		t.Errorf("ready: got %+v, want %d open", got, len(apps))
+	}
+	for _, app := range apps {
+		shut(t, app)
+		_ = app.Close()
+	}
+	netns.Eventually(t, "all have ended", func() bool { return s.pod.Counts().Open == 0 })
+	if got, want := s.pod.Counts().Bytes, uint64(5*2*len("early 0")); got < want {
+		t.Errorf("got %d bytes, want %d and the headers", got, want)
+	}
+}
+
+// TestServeAsksAgain: nothing of the app has been sent, so what ends before the answer is asked for again.
+func TestServeAsksAgain(t *testing.T) {
+	t.Parallel()
+	for name, late := range map[string]int{"hangs up": 0, "503": http.StatusServiceUnavailable, "407": http.StatusProxyAuthRequired} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := serve(t)
+			var asked atomic.Int32
+			s.proxy(t, func(*http.Request) int {
+				if asked.Add(1) < 3 {
+					return late
+				}
+				return http.StatusOK
+			})
+			app := s.dial(t, web)
+			send(t, app, "not lost")
+			checkReads(t, "the app", app, "not lost")
+		})
+	}
+}
+
+func TestServeResetsWhatCannotBeReached(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	s.proxy(t, func(*http.Request) int { return http.StatusGatewayTimeout })
+	s.checkReset(t, web)
+	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Counts() == (Counts{}) })
+}
+
+func TestServeRefusesDestinationsOfTheNode(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	s.proxy(t, func(r *http.Request) int {
+		t.Errorf("the upstream was asked for %s", r.Host)
+		return http.StatusOK
+	})
+	for _, address := range []string{
+		"10.0.0.5:15001",     // the listener itself
+		"127.0.0.1:80",       // redirected by this test's rule, which is no rule of ours
+		"169.254.169.254:80", // likewise
+	} {
+		s.checkReset(t, address)
+	}
+}
+
+// TestServeLetsGoOfAppsThatGaveUp: one that resets its connection is not asked for any more.
+func TestServeLetsGoOfAppsThatGaveUp(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	var asked atomic.Int32
+	s.proxy(t, func(*http.Request) int {
+		asked.Add(1)
+		return http.StatusServiceUnavailable
+	})
+	app := s.dial(t, web)
+	netns.Eventually(t, "it is asked for again and again", func() bool { return asked.Load() > 2 && s.pod.Counts().Waiting == 1 })
+	reset(app)
+	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Counts() == (Counts{}) })
+}
+
+func TestServeEnds(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	s.proxy(t, ok)
+	app := s.dial(t, web)
+	send(t, app, "x")
+	checkReads(t, "the app", app, "x")
+	s.cancel()
+	checkEnd(t, "the app", app, syscall.ECONNRESET)
+	if err := s.gate.Close(); err != nil {
+		t.Errorf("Close: %v", err)
+	}
+	<-s.done
+}
+
+// TestServeOutlivesItsGate: when no more is accepted, what is open goes on until its end.
+func TestServeOutlivesItsGate(t *testing.T) {
+	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+	s := serve(t)
+	s.proxy(t, ok)
+	app := s.dial(t, web)
+	send(t, app, "x")
+	checkReads(t, "the app", app, "x")
+	if err := s.gate.Close(); err != nil {
+		t.Errorf("Close: %v", err)
+	}
+	if _, err := s.Dial(t.Context(), "tcp", web); !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Errorf("dialling after Close: got %v, want it refused", err)
+	}
+	send(t, app, "still")
+	checkReads(t, "the app", app, "still")
+	shut(t, app)
+	checkEnd(t, "the app", app, io.EOF)
+	_ = app.Close()
+	<-s.done
+}

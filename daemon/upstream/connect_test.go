@@ -1,0 +1,199 @@
+package upstream
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+func TestConnectRequest(t *testing.T) {
+	t.Parallel()
+	for name, tc := range map[string]struct {
+		req  Request
+		want string
+	}{
+		"IPv4": {
+			request,
+			"CONNECT 192.0.2.7:443 HTTP/1.1\r\nHost: 192.0.2.7:443\r\n" +
+				"Sluice-Pod-Namespace: ci\r\nSluice-Pod-Name: web-0\r\nSluice-Pod-UID: 7d3f\r\nSluice-Source: 10.0.0.5:40000\r\n\r\n",
+		},
+		"IPv6": {
+			Request{
+				Destination: netip.MustParseAddrPort("[2001:db8::7]:80"), Source: netip.MustParseAddrPort("[fd00::5]:1"),
+				Pod: attach.Pod{Namespace: "ci", Name: "web-0"},
+			},
+			"CONNECT [2001:db8::7]:80 HTTP/1.1\r\nHost: [2001:db8::7]:80\r\n" +
+				"Sluice-Pod-Namespace: ci\r\nSluice-Pod-Name: web-0\r\nSluice-Source: [fd00::5]:1\r\n\r\n",
+		},
+		"nobody's": {
+			Request{Destination: netip.MustParseAddrPort("192.0.2.7:443")},
+			"CONNECT 192.0.2.7:443 HTTP/1.1\r\nHost: 192.0.2.7:443\r\n\r\n",
+		},
+	} {
+		got := make(chan string, 1)
+		p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
+			asked, _ := readConnect(conn)
+			_, _ = io.WriteString(conn, "HTTP/1.1 200 OK\r\n\r\n")
+			more, _ := io.ReadAll(conn) // until the test has closed it: nothing follows
+			got <- asked + string(more)
+		})
+		conn, first, err := ask(t, p.Addr().String(), config.Connect, tc.req)
+		if err != nil || len(first) > 0 {
+			t.Fatalf("%s: got %q, %v", name, first, err)
+		}
+		_ = conn.Close()
+		if diff := cmp.Diff(tc.want, <-got); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", name, diff)
+		}
+	}
+}
+
+// TestConnectLosesNothingThatComesWithTheAnswer: the header ends where it ends, whatever it says of a body.
+func TestConnectLosesNothingThatComesWithTheAnswer(t *testing.T) {
+	t.Parallel()
+	long := strings.Repeat("0123456789abcdef", 20_000)
+	for name, tc := range map[string]struct{ header, body string }{
+		"nothing":                {"HTTP/1.1 200 Connection established\r\n\r\n", ""},
+		"a greeting":             {"HTTP/1.1 200 Connection established\r\n\r\n", "SSH-2.0-x\r\n"},
+		"more than any buffer":   {"HTTP/1.1 200 OK\r\n\r\n", long},
+		"a content length":       {"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n", "SSH-2.0-x\r\n"},
+		"a content length of 0":  {"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "SSH-2.0-x\r\n"},
+		"chunked":                {"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "3\r\nabc\r\n"},
+		"to be closed":           {"HTTP/1.0 200 OK\r\nConnection: close\r\n\r\n", "hello"},
+		"another success":        {"HTTP/1.1 204 No Content\r\n\r\n", "hello"},
+		"what looks like header": {"HTTP/1.1 200 OK\r\nVia: x\r\n\r\n", "HTTP/1.1 502 Bad Gateway\r\n\r\n"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			p := startProxy(t, "127.0.0.1:0", answering(tc.header+tc.body, hangUp))
+			conn, first, err := ask(t, p.Addr().String(), config.Connect, request)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := rest(t, conn, first); got != tc.body {
+				t.Errorf("got %d bytes %.40q, want %d bytes %.40q", len(got), got, len(tc.body), tc.body)
+			}
+		})
+	}
+}
+
+func TestConnectAnswers(t *testing.T) {
+	t.Parallel()
+	page := func(text string) string { return "HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\n\r\n" + text }
+	for _, tc := range []struct {
+		name, answer string
+		then         func(*net.TCPConn)
+		want         error
+		says         string
+	}{
+		{"502 without descriptors", page("<h1>[Errno 24] Too many open files</h1>"), hangUp, ErrLate, "file descriptors"},
+		{"502 without descriptors, left open", page("OSError: [Errno 24]"), stayOpen, ErrLate, "file descriptors"},
+		{"502 without descriptors on the node", page("[Errno 23] "), hangUp, ErrLate, "file descriptors"},
+		{"502 in other words", page("dial: too many open files"), hangUp, ErrLate, "file descriptors"},
+		{"502 unreachable", page("[Errno 111] Connect call failed"), hangUp, ErrUnreachable, "502"},
+		{"502 unreachable, left open", page("[Errno 113] No route"), stayOpen, ErrUnreachable, "502"},
+		{"502 with a length, left open", "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 4\r\n\r\noops", stayOpen, ErrUnreachable, "502"},
+		{"502 without a page", "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", hangUp, ErrUnreachable, "502"},
+		{"502 with a number that is not that one", page("[Errno 241] x"), hangUp, ErrUnreachable, "502"},
+		{"502 with a reset", page("x"), resetConn, ErrUnreachable, "502"},
+		{"502 and a page without an end", page(strings.Repeat("x", 1<<20)), hangUp, ErrUnreachable, "502"},
+		{"403", "HTTP/1.1 403 Forbidden\r\n\r\n", hangUp, ErrUnreachable, "403"},
+		{"504", "HTTP/1.1 504 Gateway Timeout\r\n\r\n", hangUp, ErrUnreachable, "504"},
+		{"500", "HTTP/1.1 500 Internal Server Error\r\n\r\n", hangUp, ErrLate, "500"},
+		{"503", "HTTP/1.1 503 Service Unavailable\r\n\r\n", stayOpen, ErrLate, "503"},
+		{"429", "HTTP/1.1 429 Too Many Requests\r\n\r\n", hangUp, ErrLate, "429"},
+		{"407", "HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", hangUp, ErrMisconfigured, "user and a password"},
+		{"405", "HTTP/1.1 405 Method Not Allowed\r\n\r\n", hangUp, ErrMisconfigured, "405"},
+		{"400", "HTTP/1.1 400 Bad Request\r\n\r\n", hangUp, ErrMisconfigured, "400"},
+		{"a redirect", "HTTP/1.1 301 Moved Permanently\r\nLocation: /\r\n\r\n", hangUp, ErrMisconfigured, "301"},
+		{"another protocol", "SSH-2.0-OpenSSH_9.2\r\n", hangUp, ErrMisconfigured, "no HTTP proxy"},
+		{"an alert of TLS", "\x15\x03\x01\x00\x02\x02\x0a\n\n", hangUp, ErrMisconfigured, "no HTTP proxy"},
+		{"closed before the answer", "", hangUp, ErrLate, "ended before its answer"},
+		{"closed within the answer", "HTTP/1.1 200 OK\r\nVia", hangUp, ErrLate, "ended before its answer"},
+		{"reset before the answer", "", resetConn, ErrLate, "ended before its answer"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			p := startProxy(t, "127.0.0.1:0", answering(tc.answer, tc.then))
+			conn, _, err := ask(t, p.Addr().String(), config.Connect, request)
+			checkAnswer(t, conn, err, tc.want, tc.says)
+		})
+	}
+}
+
+// checkAnswer checks that err is want, and none of the other two.
+func checkAnswer(t *testing.T, conn *net.TCPConn, err, want error, says string) {
+	t.Helper()
+	for _, kind := range []error{ErrLate, ErrUnreachable, ErrMisconfigured} {
+		if got := errors.Is(err, kind); got != errors.Is(want, kind) {
+			t.Errorf("got error %v, want %v", err, want)
+			break
+		}
+	}
+	if err != nil && !strings.Contains(err.Error(), says) {
+		t.Errorf("got error %q, want one with %q", err, says)
+	}
+	if (conn != nil) != (want == nil) {
+		t.Errorf("got connection %v with error %v", conn, err)
+	}
+}
+
+func TestConnectRefused(t *testing.T) {
+	t.Parallel()
+	u := newUpstream(freeAddress(), config.Connect)
+	_, _, err := u.Connect(t.Context(), request, func() { t.Error("dialled was called") })
+	checkAnswer(t, nil, err, ErrLate, "refused")
+}
+
+func TestConnectSaysWhenItIsDialled(t *testing.T) {
+	t.Parallel()
+	dialled := make(chan struct{})
+	p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
+		<-dialled // before the answer
+		answering("HTTP/1.1 200 OK\r\n\r\n", hangUp)(conn)
+	})
+	conn, _, err := newUpstream(p.Addr().String(), config.Connect).Connect(t.Context(), request, func() { close(dialled) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = conn.Close()
+}
+
+func TestConnectEndsWithItsContext(t *testing.T) {
+	t.Parallel()
+	for _, protocol := range []config.Protocol{config.Connect, config.SOCKS5} {
+		p := startProxy(t, "127.0.0.1:0", stayOpen)
+		ctx, cancel := context.WithCancel(t.Context())
+		conn, _, err := newUpstream(p.Addr().String(), protocol).Connect(ctx, request, cancel)
+		if err == nil || conn != nil {
+			t.Errorf("%s: got %v, %v; want an error", protocol, conn, err)
+		}
+	}
+}
+
+// TestConnectLeavesNoDeadline: the connection is to last.
+func TestConnectLeavesNoDeadline(t *testing.T) {
+	t.Parallel()
+	p := startProxy(t, "127.0.0.1:0", answering("HTTP/1.1 200 OK\r\n\r\n", func(c *net.TCPConn) { _, _ = io.Copy(c, c) }))
+	ctx, cancel := context.WithCancel(t.Context())
+	conn, _, err := newUpstream(p.Addr().String(), config.Connect).Connect(ctx, request, func() {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close() //nolint:errcheck // all was said
+	cancel()           // what has been asked for is there
+	_, _ = io.WriteString(conn, "ping")
+	got := make([]byte, 4)
+	if _, err := io.ReadFull(conn, got); err != nil || string(got) != "ping" {
+		t.Errorf("got %q, %v; want an echo", got, err)
+	}
+}

@@ -1,0 +1,162 @@
+package upstream
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// request is what most tests ask for.
+var request = Request{
+	Destination: netip.MustParseAddrPort("192.0.2.7:443"),
+	Source:      netip.MustParseAddrPort("10.0.0.5:40000"),
+	Pod:         attach.Pod{Namespace: "ci", Name: "web-0", UID: "7d3f"},
+}
+
+// proxy is a fake upstream: each connection goes to handle, and is closed when that returns.
+type proxy struct {
+	net.Listener
+	mu    sync.Mutex
+	conns []*net.TCPConn
+}
+
+func startProxy(t *testing.T, address string, handle func(*net.TCPConn)) *proxy {
+	t.Helper()
+	l, err := net.Listen("tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &proxy{Listener: l}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return // stopped
+			}
+			conn := c.(*net.TCPConn)
+			p.mu.Lock()
+			p.conns = append(p.conns, conn)
+			p.mu.Unlock()
+			wg.Go(func() {
+				defer conn.Close() //nolint:errcheck // the handler had its say
+				handle(conn)
+			})
+		}
+	})
+	t.Cleanup(func() {
+		p.stop()
+		wg.Wait()
+	})
+	return p
+}
+
+// stop ends the proxy as a killed one ends: nobody listens, and its connections are closed.
+func (p *proxy) stop() {
+	_ = p.Close() // a second time is harmless
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, c := range p.conns {
+		_ = c.Close()
+	}
+	p.conns = nil
+}
+
+// readConnect reads the header of a request, and no more.
+func readConnect(conn net.Conn) (string, error) {
+	var got bytes.Buffer
+	for b := make([]byte, 1); !bytes.HasSuffix(got.Bytes(), []byte("\r\n\r\n")); {
+		if _, err := io.ReadFull(conn, b); err != nil {
+			return got.String(), err
+		}
+		got.Write(b)
+	}
+	return got.String(), nil
+}
+
+// answering is a CONNECT proxy that always says the same, then does what then does.
+func answering(answer string, then func(*net.TCPConn)) func(*net.TCPConn) {
+	return func(conn *net.TCPConn) {
+		if _, err := readConnect(conn); err != nil {
+			return
+		}
+		_, _ = io.WriteString(conn, answer)
+		then(conn)
+	}
+}
+
+// What a proxy does after its answer.
+func hangUp(*net.TCPConn)      {}
+func stayOpen(c *net.TCPConn)  { _, _ = io.Copy(io.Discard, c) }
+func resetConn(c *net.TCPConn) { _ = c.SetLinger(0) }
+
+func newUpstream(address string, protocol config.Protocol) *Upstream {
+	return New(config.Upstream{Address: address, Protocol: protocol}, slog.New(slog.DiscardHandler))
+}
+
+// ask asks the proxy at address once, without Run.
+func ask(t *testing.T, address string, protocol config.Protocol, req Request) (*net.TCPConn, []byte, error) {
+	t.Helper()
+	conn, first, err := newUpstream(address, protocol).Connect(t.Context(), req, func() {})
+	if conn != nil {
+		t.Cleanup(func() { _ = conn.Close() })
+	}
+	return conn, first, err
+}
+
+// run runs u until the test ends.
+func run(t *testing.T, u *Upstream) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- u.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+	})
+}
+
+var addresses atomic.Uint32
+
+// freeAddress is one on loopback that nobody else uses, now or later.
+func freeAddress() string {
+	n := addresses.Add(1)
+	return fmt.Sprintf("127.%d.%d.%d:18080", 100+n%100, os.Getpid()>>8&0xff, os.Getpid()&0xff)
+}
+
+func eventually(t *testing.T, what string, cond func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); !cond(); time.Sleep(2 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("it never happened: %s", what)
+		}
+	}
+}
+
+// rest reads what follows first until the end.
+func rest(t *testing.T, conn net.Conn, first []byte) string {
+	t.Helper()
+	if err := conn.SetReadDeadline(time.Now().Add(20 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	b, err := io.ReadAll(bufio.NewReader(conn))
+	if err != nil {
+		t.Errorf("reading what follows the answer: %v", err)
+	}
+	return string(first) + string(b)
+}

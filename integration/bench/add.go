@@ -1,0 +1,119 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+)
+
+// benchAdd times whole processes of the plugins, run one after the other as a runtime runs a chain.
+func benchAdd(b *bench) {
+	pods, starts := 40, 200
+	if b.short {
+		pods, starts = 6, 20
+	}
+	n := b.newNode()
+	n.StartDaemon()
+	b.progress("ADD and DEL of %d pods", pods)
+	backends := []string{"iptables", "nftables"}
+	took := map[string][]float64{}
+	for i := range pods * len(backends) {
+		backend := backends[i%len(backends)]
+		bridge, ours := b.addOnce(n, fmt.Sprint("pod", i), backend)
+		if i < len(backends) {
+			continue // the bridge was made, and files were read for the first time
+		}
+		took["bridge"] = append(took["bridge"], bridge)
+		took["bridge before "+backend] = append(took["bridge before "+backend], bridge)
+		took[backend] = append(took[backend], ours)
+	}
+	for i, limit := range []float64{0.30, 0.15} {
+		ours, theirs := took[backends[i]], took["bridge before "+backends[i]]
+		r := result{Part: "add", figure: figure{Name: "ADD with " + backends[i] + ", against bridge", Value: median(ours) / median(theirs)}}
+		b.add(r.atMost(limit).
+			beside("sluice", median(ours), "ms").beside("at best", slices.Min(ours), "ms").
+			beside("bridge", median(theirs), "ms").beside("at best", slices.Min(theirs), "ms"))
+	}
+	b.addPlugin(n, starts)
+}
+
+// addPlugin is what each run of the plugin costs before it has done anything.
+func (b *bench) addPlugin(n *netns.Node, runs int) {
+	path := filepath.Join(b.bin, "sluice")
+	info, err := os.Stat(path)
+	b.tb.must(err, "the plugin")
+	b.add(result{Part: "add", figure: figure{"plugin, stripped", float64(info.Size()) / (1 << 20), "MiB"}})
+	var took, nothing []float64
+	for range runs {
+		_, t := b.runPlugin(n, path, "VERSION", nil, []byte(`{"cniVersion":"1.0.0"}`))
+		took = append(took, t)
+		_, t = b.runPlugin(n, "true", "", nil, nil)
+		nothing = append(nothing, t)
+	}
+	b.add(result{Part: "add", figure: figure{"plugin, started for VERSION", median(took), "ms"}}.
+		beside("at best", slices.Min(took), "ms").beside("/bin/true", median(nothing), "ms"))
+}
+
+// addOnce adds and deletes a pod, and returns the ms that the ADD of each plugin took.
+func (b *bench) addOnce(n *netns.Node, name, backend string) (bridge, ours float64) {
+	b.tb.within(func() {
+		pod := n.NewPod(name)
+		first, second := b.chain(n, backend)
+		call := func(plugin, verb string, conf map[string]any) (out []byte, ms float64) {
+			stdin, err := json.Marshal(conf)
+			b.tb.must(err, "configuration")
+			return b.runPlugin(n, plugin, verb, pod, stdin)
+		}
+		bridgePlugin, ourPlugin := filepath.Join(netns.CNIPlugins, "bridge"), filepath.Join(b.bin, "sluice")
+		out, ms := call(bridgePlugin, "ADD", first)
+		bridge = ms
+		second["prevResult"] = json.RawMessage(out)
+		_, ours = call(ourPlugin, "ADD", second)
+		call(ourPlugin, "DEL", second)
+		first["prevResult"] = json.RawMessage(out)
+		call(bridgePlugin, "DEL", first)
+	})
+	return bridge, ours
+}
+
+// chain is the configuration of the two plugins, as libcni would hand it to them.
+func (b *bench) chain(n *netns.Node, backend string) (bridge, ours map[string]any) {
+	list := n.Conflist()
+	confs := make([]map[string]any, len(list.Plugins))
+	for i, p := range list.Plugins {
+		b.tb.must(json.Unmarshal(p.Bytes, &confs[i]), "conflist")
+		maps.Copy(confs[i], map[string]any{"cniVersion": list.CNIVersion, "name": list.Name})
+	}
+	confs[1]["backend"] = backend
+	return confs[0], confs[1]
+}
+
+// runPlugin runs a plugin on the node and returns what it prints and the ms from before exec to its end.
+func (b *bench) runPlugin(n *netns.Node, path, verb string, pod *netns.Pod, stdin []byte) (out []byte, ms float64) {
+	cmd := exec.Command(path)
+	cmd.Env = append(os.Environ(), "CNI_COMMAND="+verb, "CNI_PATH="+netns.CNIPlugins)
+	if pod != nil {
+		cmd.Env = append(cmd.Env, "CNI_CONTAINERID="+pod.ID, "CNI_NETNS="+pod.Path(), "CNI_IFNAME=eth0",
+			fmt.Sprintf("CNI_ARGS=IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=%s;K8S_POD_UID=%s", pod.Name(), pod.UID()))
+	}
+	var stdout, stderr bytes.Buffer
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(stdin), &stdout, &stderr
+	var took time.Duration
+	err := n.Do(func() error {
+		start := time.Now()
+		defer func() { took = time.Since(start) }()
+		return cmd.Run()
+	})
+	if err != nil {
+		b.tb.Fatalf("%s %s: %v\n%s%s", path, verb, err, stdout.String(), stderr.String())
+	}
+	return stdout.Bytes(), float64(took) / 1e6
+}

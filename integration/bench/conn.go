@@ -1,0 +1,190 @@
+package main
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+)
+
+// What a client asks for with its first message; not letters, which mitmproxy could take for HTTP.
+const (
+	opEcho     byte = 1 + iota // answer every message with itself
+	opDownload                 // send that many bytes
+	opUpload                   // take that many bytes, then say one
+)
+
+const (
+	messageSize = 64
+	chunk       = 256 << 10
+)
+
+func message(op byte, bytes int64) []byte {
+	m := make([]byte, messageSize)
+	m[0] = op
+	binary.BigEndian.PutUint64(m[8:], uint64(bytes))
+	return m
+}
+
+// serve is the server in the world.
+func serve(c net.Conn) {
+	m := make([]byte, messageSize)
+	for {
+		if _, err := io.ReadFull(c, m); err != nil {
+			return // the client has ended
+		}
+		n := int64(binary.BigEndian.Uint64(m[8:]))
+		var err error
+		switch m[0] {
+		case opEcho:
+			_, err = c.Write(m)
+		case opDownload:
+			err = send(c, n)
+		case opUpload:
+			if err = take(c, n); err == nil {
+				_, err = c.Write(m[:1])
+			}
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+var zeros [chunk]byte
+
+func send(w io.Writer, n int64) error {
+	for n > 0 {
+		k, err := w.Write(zeros[:min(n, chunk)])
+		if err != nil {
+			return err
+		}
+		n -= int64(k)
+	}
+	return nil
+}
+
+func take(r io.Reader, n int64) error {
+	b := make([]byte, chunk)
+	for n > 0 {
+		k, err := r.Read(b[:min(n, chunk)])
+		if err != nil {
+			return err
+		}
+		n -= int64(k)
+	}
+	return nil
+}
+
+// conn is a client's connection: a blocking socket, used by one thread that is in the pod's netns. The runtime's
+// poller stays out of what is measured.
+type conn int
+
+// dial connects to the address, through the proxy if there is one.
+func dial(proxy, to netip.AddrPort) (conn, error) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return 0, err
+	}
+	c := conn(fd)
+	first := to
+	if proxy.IsValid() {
+		first = proxy
+	}
+	err = c.connect(first)
+	if err == nil && proxy.IsValid() {
+		err = c.ask(to)
+	}
+	if err != nil {
+		c.close()
+		return 0, err
+	}
+	return c, nil
+}
+
+func (c conn) connect(to netip.AddrPort) error {
+	patience := unix.Timeval{Sec: 30}
+	for _, err := range []error{
+		unix.SetsockoptInt(int(c), unix.IPPROTO_TCP, unix.TCP_NODELAY, 1),
+		unix.SetsockoptTimeval(int(c), unix.SOL_SOCKET, unix.SO_RCVTIMEO, &patience),
+		unix.SetsockoptTimeval(int(c), unix.SOL_SOCKET, unix.SO_SNDTIMEO, &patience),
+	} {
+		if err != nil {
+			return err
+		}
+	}
+	for {
+		err := unix.Connect(int(c), sockaddr(to))
+		switch {
+		case err == nil, errors.Is(err, unix.EISCONN):
+			return nil
+		case !errors.Is(err, unix.EINTR) && !errors.Is(err, unix.EALREADY):
+			return fmt.Errorf("connecting to %s: %w", to, err)
+		}
+	}
+}
+
+func sockaddr(a netip.AddrPort) unix.Sockaddr {
+	return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
+}
+
+func connectRequest(to netip.AddrPort) []byte {
+	return fmt.Appendf(nil, "CONNECT %[1]s HTTP/1.1\r\nHost: %[1]s\r\n\r\n", to)
+}
+
+var (
+	connected   = []byte("HTTP/1.1 200")
+	endOfHeader = []byte("\r\n\r\n")
+)
+
+// ask has the proxy connect. The server does not speak first, so nothing follows the answer.
+func (c conn) ask(to netip.AddrPort) error {
+	if _, err := c.Write(connectRequest(to)); err != nil {
+		return err
+	}
+	var answer []byte
+	for b := make([]byte, 1024); !bytes.HasSuffix(answer, endOfHeader); {
+		n, err := c.Read(b)
+		if err != nil {
+			return fmt.Errorf("the proxy's answer: %w", err)
+		}
+		answer = append(answer, b[:n]...)
+	}
+	if !bytes.HasPrefix(answer, connected) {
+		return fmt.Errorf("the proxy answers %q", answer)
+	}
+	return nil
+}
+
+func (c conn) Read(p []byte) (int, error) {
+	for {
+		n, err := unix.Read(int(c), p)
+		switch {
+		case errors.Is(err, unix.EINTR):
+		case err != nil:
+			return 0, err
+		case n == 0:
+			return 0, io.EOF
+		default:
+			return n, nil
+		}
+	}
+}
+
+func (c conn) Write(p []byte) (int, error) {
+	for sent := 0; sent < len(p); {
+		n, err := unix.Write(int(c), p[sent:])
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return sent, err
+		}
+		sent += max(n, 0)
+	}
+	return len(p), nil
+}
+
+func (c conn) close() { _ = unix.Close(int(c)) } // of a socket: nothing is lost

@@ -1,0 +1,151 @@
+package main
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+)
+
+// relayLoad is how much is done in one comparison.
+type relayLoad struct {
+	rounds int
+	bytes  int64 // of one download or upload
+	echoes int   // connections in a row
+}
+
+// benchLatency compares new connections through the fast proxy.
+func benchLatency(b *bench) {
+	load := relayLoad{rounds: 15, echoes: 300}
+	if b.short {
+		load = relayLoad{rounds: 3, echoes: 100}
+	}
+	n := b.newNode()
+	b.startConnectproxy(n)
+	got := b.latency(b.newSides(n, true), load)
+	b.add(b.compare("latency", "connect and echo, p50, against explicit", got, explicit, "µs").atMost(1.25))
+	b.add(b.compare("latency", "connect and echo, p50, against redsocks", got, redsocks, "µs").atMost(0.9))
+}
+
+// benchThroughput compares bulk data through the fast proxy.
+func benchThroughput(b *bench) {
+	load := relayLoad{rounds: 11, bytes: 1 << 30}
+	if b.short {
+		load = relayLoad{rounds: 3, bytes: 128 << 20}
+	}
+	n := b.newNode()
+	b.startConnectproxy(n)
+	sides := b.newSides(n, true)
+	for _, w := range ways {
+		got := b.throughput(sides, load, w)
+		b.add(b.compare("throughput", w.name+", against explicit", got, explicit, "Gbit/s").atLeast(0.9))
+		b.add(b.compare("throughput", w.name+", against redsocks", got, redsocks, "Gbit/s").atLeast(1.15))
+	}
+}
+
+// benchMitmdump compares the ways through mitmproxy. It is told to ignore what it carries, whichever way that
+// comes: it would keep every byte of a flow in memory.
+func benchMitmdump(b *bench) {
+	load := relayLoad{rounds: 11, bytes: 256 << 20, echoes: 100}
+	if b.short {
+		load = relayLoad{rounds: 3, bytes: 64 << 20, echoes: 20}
+	}
+	n := b.newNode()
+	p := n.LaunchMitmdump("--listen-host", "0.0.0.0", "--quiet", "--set", "ignore_hosts=.*")
+	n.WaitListening(p, netns.ProxyAddress)
+	sides := b.newSides(n, false)
+	got := b.latency(sides, load)
+	b.add(b.compare("mitmdump", "mitmdump: connect and echo, p50, against explicit", got, explicit, "µs").atMost(1.1))
+	for _, w := range ways {
+		got := b.throughput(sides, load, w)
+		b.add(b.compare("mitmdump", "mitmdump: "+w.name+", against explicit", got, explicit, "Gbit/s").atLeast(0.95))
+	}
+}
+
+// way is a direction of bulk data on one connection.
+type way struct {
+	name string
+	run  func(c conn, bytes int64) error
+}
+
+var ways = []way{
+	{"download", func(c conn, bytes int64) error {
+		if _, err := c.Write(message(opDownload, bytes)); err != nil {
+			return err
+		}
+		return take(c, bytes)
+	}},
+	{"upload", func(c conn, bytes int64) error {
+		if _, err := c.Write(message(opUpload, bytes)); err != nil {
+			return err
+		}
+		if err := send(c, bytes); err != nil {
+			return err
+		}
+		return take(c, 1) // all of it has arrived
+	}},
+}
+
+// throughput returns Gbit/s for each side and round.
+func (b *bench) throughput(sides []side, load relayLoad, w way) [][]float64 {
+	return b.takeTurns(sides, load.rounds, w.name, func(s side) (float64, error) {
+		var took time.Duration
+		err := s.do(func(c conn) error {
+			start := time.Now()
+			err := w.run(c, load.bytes)
+			took = time.Since(start)
+			return err
+		})
+		return float64(load.bytes) * 8 / 1e9 / took.Seconds(), err
+	})
+}
+
+// latency returns the median of µs that a connection with one echo takes, for each side and round.
+func (b *bench) latency(sides []side, load relayLoad) [][]float64 {
+	return b.takeTurns(sides, load.rounds, "connect and echo", func(s side) (float64, error) {
+		var took []float64
+		err := s.pod.Do(func() error {
+			for range load.echoes {
+				start := time.Now()
+				c, err := dial(s.proxy, server)
+				if err != nil {
+					return err
+				}
+				err = echo(c)
+				c.close()
+				if err != nil {
+					return err
+				}
+				took = append(took, float64(time.Since(start))/1e3)
+			}
+			return nil
+		})
+		if err != nil {
+			return 0, err
+		}
+		return median(took), nil
+	})
+}
+
+// takeTurns measures every side once a round. The first round is for warming up.
+func (b *bench) takeTurns(sides []side, rounds int, what string, measure func(side) (float64, error)) [][]float64 {
+	b.progress("%s, %d rounds", what, rounds)
+	got := make([][]float64, len(sides))
+	for round := range rounds + 1 {
+		for i, s := range sides {
+			v, err := measure(s)
+			b.tb.must(err, fmt.Sprintf("%s, %s", what, s.name))
+			if round > 0 {
+				got[i] = append(got[i], v)
+			}
+		}
+	}
+	return got
+}
+
+func (b *bench) compare(part, name string, got [][]float64, with int, unit string) result {
+	names := []string{"sluice", "explicit", "redsocks"}
+	return ratio(part, name, got[sluice], got[with]).
+		beside(names[sluice], median(got[sluice]), unit).
+		beside(names[with], median(got[with]), unit)
+}

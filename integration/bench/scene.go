@@ -1,0 +1,121 @@
+package main
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+)
+
+const (
+	serverAddress = netns.WorldIPv4 + ":7"
+	bridgeAddress = "10.88.0.1"
+	notCaptured   = "kube-system"
+)
+
+var (
+	server = netip.MustParseAddrPort(serverAddress)
+	// proxyOnBridge is the node's proxy as pods that use it themselves see it.
+	proxyOnBridge = netip.AddrPortFrom(netip.MustParseAddr(bridgeAddress), 18080)
+)
+
+// newNode is a node with a server in the world, and a daemon that logs as much as it does by default.
+func (b *bench) newNode() *netns.Node {
+	n := netns.NewNode(b.tb, b.bin)
+	n.LogLevel = "INFO"
+	n.World.Serve(serverAddress, serve)
+	return n
+}
+
+// startConnectproxy starts the fast proxy for the daemon and for pods.
+func (b *bench) startConnectproxy(n *netns.Node) *netns.Program {
+	p := netns.Launch(n.Host, filepath.Join(b.bin, "connectproxy"), "-listen", "0.0.0.0:18080", "-quiet")
+	n.WaitListening(p, netns.ProxyAddress)
+	return p
+}
+
+// side is one way to the server.
+type side struct {
+	name  string
+	pod   *netns.Pod
+	proxy netip.AddrPort // that the client asks itself
+}
+
+// The sides of a comparison.
+const (
+	sluice = iota
+	explicit
+	redsocks
+)
+
+// newSides makes the pods: captured by sluice, using the proxy itself, and behind redsocks.
+func (b *bench) newSides(n *netns.Node, withRedsocks bool) []side {
+	n.StartDaemon()
+	sides := []side{
+		{name: "sluice", pod: n.AddPod("captured")},
+		{name: "explicit", pod: b.addUncaptured(n, "explicit"), proxy: proxyOnBridge},
+	}
+	if withRedsocks {
+		pod := b.addUncaptured(n, "redsocks")
+		b.startRedsocks(n, pod)
+		sides = append(sides, side{name: "redsocks", pod: pod})
+	}
+	for _, s := range sides {
+		b.tb.must(s.do(echo), "a first connection, "+s.name)
+	}
+	return sides
+}
+
+func (b *bench) addUncaptured(n *netns.Node, name string) *netns.Pod {
+	p := n.NewPod(name).InNamespace(notCaptured)
+	b.tb.must(p.Add(), "ADD "+name)
+	b.tb.Cleanup(func() { _ = p.Del() })
+	return p
+}
+
+// startRedsocks runs redsocks in a pod's netns, with the rules that its manual has.
+func (b *bench) startRedsocks(n *netns.Node, p *netns.Pod) {
+	const port = "12345"
+	conf := filepath.Join(n.Dir, "redsocks.conf")
+	text := fmt.Sprintf(`base { log_debug = off; log_info = off; daemon = off; redirector = iptables; }
+redsocks { local_ip = 127.0.0.1; local_port = %s; ip = %s; port = %d; type = http-connect; }
+`, port, proxyOnBridge.Addr(), proxyOnBridge.Port())
+	b.tb.must(os.WriteFile(conf, []byte(text), 0o600), "redsocks' configuration")
+	for _, rule := range []string{
+		"-o lo -j RETURN",
+		"-d " + bridgeAddress + " -j RETURN",
+		"-p tcp -j REDIRECT --to-ports " + port,
+	} {
+		p.Exec("iptables", append([]string{"-t", "nat", "-A", "OUTPUT"}, strings.Fields(rule)...)...)
+	}
+	r := netns.Launch(p.Host, "redsocks", "-c", conf)
+	netns.Eventually(b.tb, "redsocks listens", func() bool {
+		if r.Ended() {
+			b.tb.Fatalf("redsocks ended: %s", r.Log())
+		}
+		return p.Exec("ss", "-Hlnt", "sport = :"+port) != ""
+	})
+}
+
+// do runs f in the pod with a new connection to the server.
+func (s side) do(f func(conn) error) error {
+	return s.pod.Do(func() error {
+		c, err := dial(s.proxy, server)
+		if err != nil {
+			return err
+		}
+		defer c.close()
+		return f(c)
+	})
+}
+
+// echo sends a message and waits until it is back.
+func echo(c conn) error {
+	if _, err := c.Write(message(opEcho, 0)); err != nil {
+		return err
+	}
+	return take(c, messageSize)
+}

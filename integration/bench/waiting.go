@@ -1,0 +1,266 @@
+package main
+
+import (
+	"bytes"
+	"cmp"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"regexp"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// benchWaiting lets many connections wait for the upstream.
+func benchWaiting(b *bench) {
+	pods, each := 20, 500
+	if b.short {
+		pods, each = 4, 100
+	}
+	all := pods * each
+	b.tb.must(raiseDescriptors(uint64(all)*3/2), "RLIMIT_NOFILE: each waiting connection is a descriptor here")
+	n := b.newNode()
+	d := n.StartDaemon()
+	var captured, uncaptured []*netns.Pod
+	b.progress("%d pods", pods)
+	for i := range pods {
+		captured = append(captured, n.AddPod(fmt.Sprint("pod", i)))
+		uncaptured = append(uncaptured, b.addUncaptured(n, fmt.Sprint("plain", i)))
+	}
+	time.Sleep(time.Second) // what ADD has set going has ended
+	before := b.rss(d.Program)
+
+	b.progress("%d connections", all)
+	c := b.newClients(captured, each, netip.AddrPort{})
+	c.run(all, "connected, and has asked", func() bool { return c.in[asked]+c.in[lost] == all })
+	if c.in[lost] > 0 {
+		b.progress("  the first refusal: %v", c.failure)
+	}
+	b.add(result{Part: "waiting", figure: figure{fmt.Sprintf("%d waiting, refused", all), float64(c.in[lost]), ""}}.atMost(0))
+	netns.Eventually(b.tb, "the daemon sees all of them wait", func() bool { return waiting(d.Status()) == c.in[asked] })
+	time.Sleep(time.Second)
+	during := b.rss(d.Program)
+	b.add(result{Part: "waiting", figure: figure{"memory for each one waiting", (during - before) / float64(all), "B"}}.atMost(1024).
+		beside("before", before/(1<<20), "MiB").beside("waiting", during/(1<<20), "MiB"))
+
+	proxy := b.startConnectproxy(n)
+	start := time.Now()
+	c.run(all, "served", func() bool { return c.in[served]+c.in[lost] == all })
+	took, rate := time.Since(start), c.rate()
+	after := b.rss(d.Program)
+	b.add(result{Part: "waiting", figure: figure{"then served", float64(c.in[served]), ""}}.atLeast(float64(all)).
+		beside("all after", took.Seconds(), "s").beside("memory", after/(1<<20), "MiB").
+		beside("proxy", b.rss(proxy)/(1<<20), "MiB"))
+	c.close()
+
+	// As many at a time as the daemon lets through.
+	e := b.newClients(uncaptured, each, proxyOnBridge)
+	e.run(64, "served", func() bool { return e.in[served]+e.in[lost] == all })
+	if e.in[lost] > 0 {
+		b.tb.Fatalf("explicit clients: %v", e.failure)
+	}
+	e.close()
+	b.add(result{Part: "waiting", figure: figure{"rate of serving", rate, "/s"}}.beside("the proxy alone", e.rate(), "/s"))
+}
+
+func waiting(s attach.Status) (n int) {
+	for _, a := range s.Attachments {
+		n += a.Waiting
+	}
+	return n
+}
+
+func raiseDescriptors(want uint64) error {
+	var l unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &l); err != nil {
+		return err
+	}
+	l.Cur, l.Max = max(l.Cur, want), max(l.Max, want)
+	return unix.Setrlimit(unix.RLIMIT_NOFILE, &l)
+}
+
+var vmRSS = regexp.MustCompile(`VmRSS:\s*(\d+) kB`)
+
+// rss is the resident memory of a program, in bytes.
+func (b *bench) rss(p *netns.Program) float64 {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.Pid()))
+	b.tb.must(err, "memory")
+	m := vmRSS.FindSubmatch(data)
+	if m == nil {
+		b.tb.Fatalf("no VmRSS in %s", data)
+	}
+	kib, _ := strconv.Atoi(string(m[1]))
+	return float64(kib) * 1024
+}
+
+// What a client is doing.
+type state int
+
+const (
+	unused state = iota
+	connecting
+	askingProxy
+	asked
+	served
+	lost
+	states
+)
+
+// clients are many connections served by one thread. Each connects, asks the proxy if there is one, sends a
+// message, and closes when it is back.
+type clients struct {
+	b           *bench
+	proxy       netip.AddrPort
+	epoll       int
+	state       map[int]state // by descriptor
+	got         map[int][]byte
+	next        []int // unused still
+	in          [states]int
+	failure     error
+	first, last time.Time // of those that were served
+}
+
+// newClients makes the sockets in the pods; a socket stays in its netns whoever uses it.
+func (b *bench) newClients(pods []*netns.Pod, each int, proxy netip.AddrPort) *clients {
+	c := &clients{b: b, proxy: proxy, state: map[int]state{}, got: map[int][]byte{}}
+	var err error
+	c.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	b.tb.must(err, "epoll")
+	for _, p := range pods {
+		b.tb.must(p.Do(func() error {
+			for range each {
+				fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+				if err != nil {
+					return err
+				}
+				c.next = append(c.next, fd)
+			}
+			return nil
+		}), "sockets")
+	}
+	return c
+}
+
+// run keeps up to atOnce of them busy until done.
+func (c *clients) run(atOnce int, what string, done func() bool) {
+	events := make([]unix.EpollEvent, 1024)
+	for deadline := time.Now().Add(2 * time.Minute); !done(); {
+		for len(c.next) > 0 && c.in[connecting]+c.in[askingProxy]+c.in[asked] < atOnce {
+			c.start(c.next[0])
+			c.next = c.next[1:]
+		}
+		n, err := unix.EpollWait(c.epoll, events, 1000)
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			c.b.tb.Fatalf("epoll: %v", err)
+		}
+		for _, e := range events[:max(n, 0)] {
+			fd := int(e.Fd)
+			if err := c.goOn(fd); err != nil {
+				c.failure = cmp.Or(c.failure, err)
+				c.to(fd, lost)
+			}
+		}
+		if time.Now().After(deadline) {
+			c.b.tb.Fatalf("not every client was %s: %d connecting, %d asking the proxy, %d waiting, %d served, %d lost",
+				what, c.in[connecting], c.in[askingProxy], c.in[asked], c.in[served], c.in[lost])
+		}
+	}
+}
+
+func (c *clients) start(fd int) {
+	to := server
+	if c.proxy.IsValid() {
+		to = c.proxy
+	}
+	err := unix.Connect(fd, sockaddr(to))
+	if errors.Is(err, unix.EINPROGRESS) {
+		err = nil
+	}
+	c.b.tb.must(err, "connecting")
+	c.to(fd, connecting)
+	e := unix.EpollEvent{Fd: int32(fd), Events: unix.EPOLLOUT}
+	c.b.tb.must(unix.EpollCtl(c.epoll, unix.EPOLL_CTL_ADD, fd, &e), "epoll")
+}
+
+// to changes a client's state; one that has ended is closed.
+func (c *clients) to(fd int, s state) {
+	if was, is := c.state[fd]; is {
+		c.in[was]--
+	}
+	c.state[fd] = s
+	c.in[s]++
+	if s == served || s == lost {
+		delete(c.state, fd)
+		delete(c.got, fd)
+		_ = unix.Close(fd) // nothing is lost
+	}
+}
+
+// goOn takes a client as far as it gets.
+func (c *clients) goOn(fd int) error {
+	if c.state[fd] == connecting {
+		code, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR)
+		if err != nil {
+			return err
+		}
+		if code != 0 {
+			return unix.Errno(code)
+		}
+		e := unix.EpollEvent{Fd: int32(fd), Events: unix.EPOLLIN}
+		if err := unix.EpollCtl(c.epoll, unix.EPOLL_CTL_MOD, fd, &e); err != nil {
+			return err
+		}
+		if c.proxy.IsValid() {
+			return c.say(fd, connectRequest(server), askingProxy)
+		}
+		return c.say(fd, message(opEcho, 0), asked)
+	}
+	b := make([]byte, 1024)
+	n, err := unix.Read(fd, b)
+	if errors.Is(err, unix.EAGAIN) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if n == 0 {
+		return errors.New("the connection has ended too early")
+	}
+	c.got[fd] = append(c.got[fd], b[:n]...)
+	switch {
+	case c.state[fd] == askingProxy && bytes.HasSuffix(c.got[fd], endOfHeader):
+		if !bytes.HasPrefix(c.got[fd], connected) {
+			return fmt.Errorf("the proxy answers %q", c.got[fd])
+		}
+		c.got[fd] = nil
+		return c.say(fd, message(opEcho, 0), asked)
+	case c.state[fd] == asked && len(c.got[fd]) >= messageSize:
+		if c.last = time.Now(); c.first.IsZero() {
+			c.first = c.last
+		}
+		c.to(fd, served)
+	}
+	return nil
+}
+
+// say sends what fits into any socket's buffer.
+func (c *clients) say(fd int, what []byte, then state) error {
+	if _, err := unix.Write(fd, what); err != nil {
+		return err
+	}
+	c.to(fd, then)
+	return nil
+}
+
+// rate is how many a second were served from the first to the last.
+func (c *clients) rate() float64 {
+	return float64(c.in[served]-1) / c.last.Sub(c.first).Seconds()
+}
+
+func (c *clients) close() { _ = unix.Close(c.epoll) }

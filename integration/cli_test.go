@@ -1,0 +1,202 @@
+package integration
+
+import (
+	"bytes"
+	"encoding/json"
+	"io"
+	"net"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// command runs sluiced on the node and returns what it prints.
+func command(n *netns.Node, args ...string) (string, error) {
+	// The race detector sleeps for a second at the end of every program, for reports of threads that still run.
+	return n.TryExec("env", append([]string{"GORACE=atexit_sleep_ms=0", filepath.Join(bin, "sluiced")}, args...)...)
+}
+
+func mustCommand(t *testing.T, n *netns.Node, args ...string) string {
+	t.Helper()
+	out, err := command(n, args...)
+	if err != nil {
+		t.Fatalf("sluiced %s: %v\n%s", strings.Join(args, " "), err, out)
+	}
+	return out
+}
+
+func TestStatusCommand(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	n.World.Serve(web, func(c net.Conn) { _, _ = io.Copy(c, c) })
+	d := n.StartDaemon()
+	socket := "--agent-socket=" + n.AgentSocket()
+	wantText(t, mustCommand(t, n, "status", socket), `(?s)upstream 127.0.0.1:18080 \(connect\): LATE for .*refused.*no attachments`)
+
+	pod, idle := n.AddPod("busy"), n.AddPod("idle")
+	var conns []net.Conn
+	for range 3 {
+		c, err := pod.Dial(patience(t), "tcp", web)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close() //nolint:errcheck // the test ends
+		conns = append(conns, c)
+	}
+	netns.Eventually(t, "three connections wait", func() bool { return d.Of(pod).Waiting == 3 })
+	row := func(p *netns.Pod) string { return tableRow(t, mustCommand(t, n, "status", socket), p) }
+	short := func(p *netns.Pod) string { return p.ID[:12] + "/eth0" }
+	if got, want := row(pod), pod.String()+" "+short(pod)+" captured 3 0 0"; got != want {
+		t.Errorf("while the upstream is late the table has %q, want %q", got, want)
+	}
+
+	startRecordingProxy(n, netns.ProxyAddress)
+	const message = 1500
+	for _, c := range conns[:2] {
+		b := bytes.Repeat([]byte("x"), message)
+		if _, err := c.Write(b); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.ReadFull(c, b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want := pod.String() + " " + short(pod) + " captured 0 3 6.0k"
+	netns.Eventually(t, "all three are open", func() bool { return d.Of(pod).Open == 3 })
+	if got := row(pod); got != want {
+		t.Errorf("after two messages and their echoes the table has %q, want %q", got, want)
+	}
+	wantText(t, mustCommand(t, n, "status", socket), `upstream 127.0.0.1:18080 \(connect\): ready for \d`)
+	if got, want := row(idle), idle.String()+" "+short(idle)+" captured 0 0 0"; got != want {
+		t.Errorf("the table has %q, want %q", got, want)
+	}
+
+	var s attach.Status
+	dec := json.NewDecoder(strings.NewReader(mustCommand(t, n, "status", "--json", socket)))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&s); err != nil {
+		t.Fatal(err)
+	}
+	if len(s.Attachments) != 2 || s.Attachments[0].Open != 3 || s.Attachments[0].Bytes != 4*message || !s.Upstream.Ready {
+		t.Errorf("as JSON: %s", netns.JSON(s))
+	}
+}
+
+// tableRow is a pod's line in the table, its words one space apart.
+func tableRow(t *testing.T, table string, p *netns.Pod) string {
+	t.Helper()
+	const header = "POD ATTACHMENT STATE WAITING OPEN BYTES"
+	headed := false
+	for line := range strings.Lines(table) {
+		words := strings.Fields(line)
+		headed = headed || strings.Join(words, " ") == header
+		if headed && len(words) > 0 && words[0] == p.String() {
+			return strings.Join(words, " ")
+		}
+	}
+	t.Fatalf("no line for %s, or no line %q:\n%s", p, header, table)
+	return ""
+}
+
+func TestStatusCommandWithoutDaemon(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	out, err := command(n, "status", "--agent-socket="+n.AgentSocket())
+	if err == nil {
+		t.Error("it ended with success")
+	}
+	wantText(t, out, "sluiced does not answer at "+n.AgentSocket())
+}
+
+// TestStatusOfProvisionalPod: before the daemon's first answer everything is settled.
+func TestStatusOfProvisionalPod(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	pod := n.AddPod("early")
+	if r := n.Records(); len(r) != 1 || r[0].State != attach.Provisional {
+		t.Errorf("recorded: %s", netns.JSON(r))
+	}
+	n.StartDaemon()
+	wantText(t, tableRow(t, mustCommand(t, n, "status", "--agent-socket="+n.AgentSocket()), pod), " captured 0 0 0$")
+}
+
+func TestWaitCommandGivesUp(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	look := map[string][]string{
+		"without the daemon": {"--agent-socket=" + filepath.Join(n.Dir, "not.sock")},
+		"with the daemon":    {"--agent-socket=" + n.AgentSocket()},
+		"by itself":          {"--address=" + netns.ProxyAddress},
+	}
+	why := map[string]string{
+		"without the daemon": "sluiced does not answer",
+		"with the daemon":    "upstream 127.0.0.1:18080 is late",
+		"by itself":          "connection refused",
+	}
+	n.StartDaemon()
+	for name, how := range look {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			args := append([]string{"wait", "--timeout=300ms"}, how...)
+			for _, fail := range [][]string{nil, {"--on-timeout=fail"}} {
+				out, err := command(n, append(args, fail...)...)
+				if err == nil {
+					t.Errorf("%s ended with success", append(args, fail...))
+				}
+				wantText(t, out, "gave up after .*"+why[name])
+			}
+			out, err := command(n, append(args, "--on-timeout=proceed")...)
+			if err != nil {
+				t.Errorf("to proceed is no failure, but %v", err)
+			}
+			wantText(t, out, "proceeding without the upstream after .*"+why[name])
+		})
+	}
+}
+
+func TestWaitCommandSeesTheUpstreamCome(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	var waiting []*netns.Program
+	for _, how := range []string{"--agent-socket=" + n.AgentSocket(), "--address=" + netns.ProxyAddress} {
+		for _, timeout := range []string{"60s", "0"} {
+			waiting = append(waiting, netns.Launch(n.Host, filepath.Join(bin, "sluiced"), "wait", "--timeout="+timeout, how))
+		}
+	}
+	n.StartDaemon() // later than those who wait
+	time.Sleep(200 * time.Millisecond)
+	for _, w := range waiting {
+		if w.Ended() {
+			t.Errorf("it ended before there was an upstream: %s", w.Log())
+		}
+	}
+	startRecordingProxy(n, netns.ProxyAddress)
+	for _, w := range waiting {
+		netns.Eventually(t, "it ends", w.Ended)
+		wantText(t, w.Log(), "upstream is there, after")
+	}
+	mustCommand(t, n, "wait", "--agent-socket="+n.AgentSocket()) // with the upstream there
+}
+
+// TestWaitCommandCanBeInterrupted: a pod that is told to end while it waits ends.
+func TestWaitCommandCanBeInterrupted(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	w := netns.Launch(n.Host, filepath.Join(bin, "sluiced"), "wait", "--on-timeout=proceed", "--address="+netns.ProxyAddress)
+	time.Sleep(100 * time.Millisecond) // until it listens to signals
+	w.Stop()
+	wantText(t, w.Log(), "gave up after")
+}
+
+// TestHelp: every command says what it is for.
+func TestHelp(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	for _, args := range [][]string{{"--help"}, {"run", "--help"}, {"status", "--help"}, {"wait", "--help"}} {
+		wantText(t, mustCommand(t, n, args...), `Usage:\s+sluiced`)
+	}
+}

@@ -1,0 +1,84 @@
+package attach_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+func identify(t *testing.T, path string) attach.NetnsID {
+	t.Helper()
+	id, err := attach.IdentifyNetns(path)
+	if err != nil {
+		t.Fatalf("IdentifyNetns: %v", err)
+	}
+	return id
+}
+
+func TestIdentifyNetnsTellsNetnsApart(t *testing.T) {
+	t.Parallel()
+	a, b := netns.NewHost(t, "a"), netns.NewHost(t, "b")
+	idA, idB := identify(t, a.Path()), identify(t, b.Path())
+	if idA == idB || idA.SameFile(idB) {
+		t.Errorf("two netns: got %+v and %+v", idA, idB)
+	}
+	if again := identify(t, a.Path()); again != idA {
+		t.Errorf("one netns: got %+v and %+v", idA, again)
+	}
+	if idA.Cookie == 0 {
+		t.Errorf("got %+v, want a cookie; it takes Linux 5.14", idA)
+	}
+	stat, err := attach.StatNetns(a.Path())
+	if err != nil || !stat.SameFile(idA) || stat.Cookie != 0 {
+		t.Errorf("StatNetns: got %+v, %v; want %+v without the cookie", stat, err, idA)
+	}
+}
+
+// TestIdentifyNetnsRecreatedAtTheSamePath does so a number of times: the kernel gives a new netns the inode of one
+// that it has cleaned up by then.
+func TestIdentifyNetnsRecreatedAtTheSamePath(t *testing.T) {
+	t.Parallel()
+	h := netns.NewHost(t, "again")
+	ids, inodes := map[attach.NetnsID]bool{}, map[uint64]bool{}
+	const times = 40
+	for range times {
+		h.Delete()
+		netns.Run(t, "ip", "netns", "add", h.Name)
+		id := identify(t, h.Path())
+		if ids[id] {
+			t.Fatalf("deleted and made again: got %+v twice", id)
+		}
+		ids[id], inodes[id.Ino] = true, true
+	}
+	t.Logf("%d netns had %d inodes", times, len(inodes))
+}
+
+func TestIdentifyNetnsGone(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	file := filepath.Join(dir, "plain")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for what, path := range map[string]string{
+		"no such file": filepath.Join(dir, "none"), "a plain file": file, "a process that ended": "/proc/4194305/ns/net", "a directory": dir,
+	} {
+		_, err := attach.IdentifyNetns(path)
+		if !errors.Is(err, attach.ErrNetnsGone) {
+			t.Errorf("%s: got %v, want ErrNetnsGone", what, err)
+		}
+		checkError(t, what, err, path)
+	}
+	h := netns.NewHost(t, "deleted")
+	h.Delete()
+	if _, err := attach.IdentifyNetns(h.Path()); !errors.Is(err, attach.ErrNetnsGone) {
+		t.Errorf("deleted: got %v, want ErrNetnsGone", err)
+	}
+	if _, err := attach.StatNetns(h.Path()); !errors.Is(err, attach.ErrNetnsGone) {
+		t.Errorf("StatNetns of a deleted one: got %v, want ErrNetnsGone", err)
+	}
+}

@@ -1,0 +1,70 @@
+package netconf
+
+import (
+	"bytes"
+	"encoding/json"
+	"testing"
+)
+
+// FuzzParse: whatever a runtime writes, the plugin answers with an error or a configuration that can be used.
+func FuzzParse(f *testing.F) {
+	for _, seed := range []string{
+		`{}`,
+		`{"cniVersion":"1.0.0","name":"pods","type":"sluice","agentSocket":"/s","excludeNamespaces":["a"],"onDaemonDown":"fail"}`,
+		`{"cniVersion":"1.0.0","prevResult":{"cniVersion":"1.0.0","ips":[{"address":"10.0.0.5/24"}],"x":1}}`,
+		`{"cniVersion":"0.4.0","prevResult":{"cniVersion":"1.0.0","ips":[{"address":"fd00::5/64"}]}}`,
+		`{"cniVersion":"1.1.0","prevResult":{},"cni.dev/attachments":[{"containerID":"a","ifname":"eth0"}]}`,
+		`{"runtimeConfig":{"io.kubernetes.cri.pod-annotations":{"sluice.dev/quic":"allow"}}}`,
+		`{"agentSocket":7}`, `{"prevResult":null}`, `null`, `{} {}`, `{"agentSocket":"/a","AgentSocket":"b"}`,
+	} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, stdin []byte) {
+		c, err := Parse(stdin)
+		if err != nil {
+			return
+		}
+		_ = c.Excluded("default")
+		for key := range c.Annotations() {
+			if !bytes.HasPrefix([]byte(key), []byte(annotationPrefix)) {
+				t.Errorf("annotation %q is not ours", key)
+			}
+		}
+		if c.Validate() != nil {
+			return
+		}
+		for _, path := range []string{c.AgentSocket, c.StateDir} {
+			if path == "" || path[0] != '/' {
+				t.Errorf("Validate took the path %q", path)
+			}
+		}
+		if _, err := c.Result(); err != nil {
+			return
+		}
+		var out bytes.Buffer
+		if err := c.PrintResult(&out); err == nil && !json.Valid(out.Bytes()) {
+			t.Errorf("PrintResult wrote %q", out.String())
+		}
+	})
+}
+
+// FuzzParseArgs: a pod that is accepted can stand in a header.
+func FuzzParseArgs(f *testing.F) {
+	for _, seed := range []string{
+		"", "IgnoreUnknown=1;K8S_POD_NAMESPACE=ci;K8S_POD_NAME=web-0;K8S_POD_UID=7d3f", "K8S_POD_NAME=a\r\nb", "=;=", "CommonArgs=1",
+		"IgnoreUnknown=maybe", "K8S_POD_NAME==",
+	} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, args string) {
+		pod, err := ParseArgs(args)
+		if err != nil {
+			return
+		}
+		for _, s := range []string{pod.Namespace, pod.Name, pod.UID} {
+			if bytes.ContainsAny([]byte(s), "\r\n\x00 :") {
+				t.Errorf("ParseArgs(%q): got %+v", args, pod)
+			}
+		}
+	})
+}

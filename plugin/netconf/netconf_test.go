@@ -1,0 +1,203 @@
+package netconf
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+func TestParseFillsInDefaults(t *testing.T) {
+	t.Parallel()
+	for _, stdin := range []string{`{}`, `{"cniVersion":"1.0.0","name":"pods","type":"sluice"}`} {
+		c, err := Parse([]byte(stdin))
+		if err != nil {
+			t.Fatalf("Parse(%s): %v", stdin, err)
+		}
+		if err := c.Validate(); err != nil {
+			t.Errorf("Validate of %s: %v", stdin, err)
+		}
+		got := map[string]any{
+			"agentSocket": c.AgentSocket, "stateDir": c.StateDir, "onDaemonDown": c.OnDaemonDown, "backend": c.Backend,
+			"includeNamespaces": c.IncludeNamespaces, "excludeNamespaces": c.ExcludeNamespaces,
+		}
+		want := map[string]any{
+			"agentSocket": "/run/sluice/agent.sock", "stateDir": "/run/sluice", "onDaemonDown": "hold", "backend": "auto",
+			"includeNamespaces": []string(nil), "excludeNamespaces": []string{"kube-system", "sluice-system"},
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", stdin, diff)
+		}
+	}
+}
+
+func TestParseTakesEveryKey(t *testing.T) {
+	t.Parallel()
+	c, err := Parse([]byte(`{
+		"cniVersion": "1.1.0", "cniVersions": ["1.0.0", "1.1.0"], "name": "pods", "type": "sluice", "args": {"cni": {"ips": []}},
+		"ipMasq": true, "ipam": {}, "dns": {"nameservers": ["192.0.2.53"]}, "disableCheck": false, "disableGC": true,
+		"loadOnlyInlinedPlugins": true, "capabilities": {"io.kubernetes.cri.pod-annotations": true},
+		"cni.dev/attachments": [], "cni.dev/valid-attachments": [{"containerID": "c1", "ifname": "eth0"}], "cni.dev/whatever": 1,
+		"runtimeConfig": {"io.kubernetes.cri.pod-annotations": {"sluice.dev/quic": "allow"}, "portMappings": []},
+		"agentSocket": "/s", "stateDir": "/d", "includeNamespaces": ["a"], "excludeNamespaces": [],
+		"onDaemonDown": "fail", "backend": "nftables"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Validate(); err != nil {
+		t.Errorf("Validate: %v", err)
+	}
+	got := []any{c.AgentSocket, c.StateDir, c.IncludeNamespaces, c.ExcludeNamespaces, c.OnDaemonDown, c.Backend, c.Name, len(c.ValidAttachments)}
+	want := []any{"/s", "/d", []string{"a"}, []string{}, "fail", "nftables", "pods", 1}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+func TestParseErrors(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ stdin, want string }{
+		{``, "network configuration is not a JSON object"},
+		{`[]`, "network configuration is not a JSON object"},
+		{`"sluice"`, "network configuration is not a JSON object"},
+		{`{"name":`, "network configuration is not a JSON object"},
+		{`{"name":"pods"}}`, "something follows the JSON object"},
+		{`{"name":"pods"}{}`, "something follows the JSON object"},
+		{`{"name":"pods"} x`, "something follows the JSON object"},
+		{`{"agentSocket": 7}`, "agentSocket: 7 is not a string"},
+		{`{"stateDir": ["/run"]}`, `stateDir: ["/run"] is not a string`},
+		{`{"backend": {"a": 1}}`, `backend: {"a":1} is not a string`},
+		{`{"onDaemonDown": true}`, "onDaemonDown: true is not a string"},
+		{`{"excludeNamespaces": "kube-system"}`, `excludeNamespaces: "kube-system" is not a list of strings`},
+		{`{"includeNamespaces": {}}`, "includeNamespaces: {} is not a list of strings"},
+		{`{"includeNamespaces": ["a", 1]}`, "includeNamespaces"},
+		{`{"name": 1}`, "name: 1 is not a string"},
+		{`{"runtimeConfig": 1}`, "runtimeConfig: 1 is not a JSON object"},
+		{`{"runtimeConfig": {"io.kubernetes.cri.pod-annotations": []}}`, "runtimeConfig"},
+		{`{"agentSocket": [` + strings.Repeat("1,", 100) + `1]}`, "agentSocket: its value is not a string"},
+		{`{"cniVersion": "1.0.0", "prevResult": "x"}`, "prevResult"},
+		{`{"cniVersion": "1.0.0", "prevResult": {"cniVersion": "1.0.0", "ips": [{"address": "x"}]}}`, "prevResult"},
+		{`{"cniVersion": "9.9.9", "prevResult": {}}`, "prevResult"},
+	} {
+		_, err := Parse([]byte(tc.stdin))
+		if err == nil || !strings.Contains(err.Error(), tc.want) {
+			t.Errorf("Parse(%s): got %v, want an error with %q", tc.stdin, err, tc.want)
+		}
+	}
+}
+
+// TestValidateErrors: each names the key and the value. Parse takes all of these, so that DEL works.
+func TestValidateErrors(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ stdin, want string }{
+		{`{"agentsocket": "/s"}`, `unknown key "agentsocket"`},
+		{`{"typo": 1}`, `unknown key "typo"; the keys of a sluice entry are agentSocket, stateDir, includeNamespaces, excludeNamespaces, onDaemonDown, backend`},
+		{`{"zzz": 1, "aaa": 1}`, `unknown key "aaa"`},
+		{`{"cni.dev": 1}`, `unknown key "cni.dev"`},
+		{`{"agentSocket": ""}`, `agentSocket: "" is not an absolute path`},
+		{`{"agentSocket": "run/agent.sock"}`, `agentSocket: "run/agent.sock" is not an absolute path`},
+		{`{"stateDir": "."}`, `stateDir: "." is not an absolute path`},
+		{`{"onDaemonDown": "queue"}`, `onDaemonDown: "queue" is not one of hold, fail`},
+		{`{"onDaemonDown": ""}`, `onDaemonDown: "" is not one of hold, fail`},
+		{`{"backend": "ipvs"}`, `backend: "ipvs" is not one of auto, iptables, nftables`},
+		{`{"backend": "iptables-nft"}`, `backend: "iptables-nft" is not one of`},
+		{`{"includeNamespaces": [""]}`, `includeNamespaces: "" is not a namespace`},
+		{`{"excludeNamespaces": ["ok", "a b"]}`, `excludeNamespaces: "a b" is not a namespace`},
+		{`{"excludeNamespaces": ["a/b"]}`, `excludeNamespaces: "a/b" is not a namespace`},
+	} {
+		c, err := Parse([]byte(tc.stdin))
+		if err != nil {
+			t.Errorf("Parse(%s): %v", tc.stdin, err)
+			continue
+		}
+		if err := c.Validate(); err == nil || !strings.Contains(err.Error(), tc.want) {
+			t.Errorf("Validate of %s: got %v, want an error with %q", tc.stdin, err, tc.want)
+		}
+	}
+}
+
+func TestExcluded(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		name             string
+		include, exclude []string
+		namespace        string
+		want             bool
+	}{
+		{name: "no lists", namespace: "default", want: false},
+		{name: "excluded", exclude: []string{"kube-system", "ci"}, namespace: "ci", want: true},
+		{name: "not excluded", exclude: []string{"kube-system"}, namespace: "ci", want: false},
+		{name: "included", include: []string{"ci"}, namespace: "ci", want: false},
+		{name: "not included", include: []string{"ci"}, namespace: "default", want: true},
+		{name: "both", include: []string{"ci"}, exclude: []string{"ci"}, namespace: "ci", want: true},
+		{name: "no namespace, no lists", namespace: "", want: false},
+		{name: "no namespace, but some are included", include: []string{"ci"}, namespace: "", want: true},
+		{name: "a prefix is no match", exclude: []string{"ci"}, namespace: "ci-2", want: false},
+	} {
+		c := &Conf{IncludeNamespaces: tc.include, ExcludeNamespaces: tc.exclude}
+		if got := c.Excluded(tc.namespace); got != tc.want {
+			t.Errorf("%s: got %t, want %t", tc.name, got, tc.want)
+		}
+	}
+}
+
+func TestAnnotations(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		stdin string
+		want  map[string]string
+	}{
+		{`{}`, nil},
+		{`{"runtimeConfig":{}}`, nil},
+		{`{"runtimeConfig":{"io.kubernetes.cri.pod-annotations":{"a":"b"}}}`, map[string]string{}},
+		{
+			`{"runtimeConfig":{"io.kubernetes.cri.pod-annotations":{"a":"b","sluice.dev/quic":"allow","sluice.dev":"x","xsluice.dev/quic":"y"}}}`,
+			map[string]string{"sluice.dev/quic": "allow"},
+		},
+	} {
+		c, err := Parse([]byte(tc.stdin))
+		if err != nil {
+			t.Fatalf("Parse(%s): %v", tc.stdin, err)
+		}
+		all := len(c.RuntimeConfig.PodAnnotations)
+		if diff := cmp.Diff(tc.want, c.Annotations()); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", tc.stdin, diff)
+		}
+		if got := len(c.RuntimeConfig.PodAnnotations); got != all {
+			t.Errorf("%s: %d of %d annotations are left in the configuration", tc.stdin, got, all)
+		}
+	}
+}
+
+func TestParseArgs(t *testing.T) {
+	t.Parallel()
+	web := attach.Pod{Namespace: "ci", Name: "web-0", UID: "7d3f"}
+	for _, tc := range []struct {
+		args    string
+		want    attach.Pod
+		wantErr string
+	}{
+		{args: ""},
+		{args: "IgnoreUnknown=1;K8S_POD_NAMESPACE=ci;K8S_POD_NAME=web-0;K8S_POD_UID=7d3f", want: web},
+		{args: "K8S_POD_UID=7d3f;K8S_POD_NAME=web-0;K8S_POD_NAMESPACE=ci", want: web},
+		{args: "K8S_POD_INFRA_CONTAINER_ID=4f2a;K8S_POD_NAMESPACE=ci", want: attach.Pod{Namespace: "ci"}},
+		{args: "FOO=BAR"},
+		{args: "IgnoreUnknown=0;FOO=BAR", wantErr: "FOO"},
+		{args: "K8S_POD_NAMESPACE", wantErr: `CNI_ARGS "K8S_POD_NAMESPACE"`},
+		{args: "K8S_POD_NAME=a=b", wantErr: "CNI_ARGS"},
+		{args: ";", wantErr: "CNI_ARGS"},
+		{args: "K8S_POD_NAME=a\r\nX-Evil: 1", wantErr: `pod name "a\r\nX-Evil: 1"`},
+		{args: "K8S_POD_NAMESPACE=a b", wantErr: `pod namespace "a b"`},
+		{args: "K8S_POD_UID=" + strings.Repeat("x", 254), wantErr: "pod UID"},
+	} {
+		got, err := ParseArgs(tc.args)
+		switch {
+		case tc.wantErr == "" && err != nil, tc.wantErr != "" && (err == nil || !strings.Contains(err.Error(), tc.wantErr)):
+			t.Errorf("ParseArgs(%q): got error %v, want %q", tc.args, err, tc.wantErr)
+		case got != tc.want:
+			t.Errorf("ParseArgs(%q): got %+v, want %+v", tc.args, got, tc.want)
+		}
+	}
+}

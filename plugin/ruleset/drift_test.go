@@ -1,0 +1,186 @@
+package ruleset_test
+
+import (
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// A damage is done to the rules of Provisional("eth0") by commands; Check then says want, and nothing else.
+type damage struct {
+	name     string
+	commands []string // IPT and IP6T stand for the tools of the flavour
+	want     []string
+}
+
+var iptablesDamages = []damage{
+	{
+		"a rule is deleted",
+		[]string{"IPT -t nat -D SLUICE_OUTPUT -o lo -j RETURN"},
+		[]string{"IPv4 nat SLUICE_OUTPUT: missing or changed: -A SLUICE_OUTPUT -o lo -j RETURN"},
+	},
+	{
+		"a rule of IPv6 is deleted",
+		[]string{"IP6T -t nat -D SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001"},
+		[]string{"IPv6 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001"},
+	},
+	{
+		"a rule is changed",
+		[]string{"IPT -t nat -R SLUICE_CAPTURE 1 -p tcp -j REDIRECT --to-ports 15002"},
+		[]string{
+			"IPv4 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001",
+			"IPv4 nat SLUICE_CAPTURE: unexpected: -A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15002",
+		},
+	},
+	{
+		"a jump is deleted",
+		[]string{"IPT -t nat -D OUTPUT 1"},
+		[]string{"IPv4 nat: missing: -A OUTPUT -p tcp -j SLUICE_OUTPUT"},
+	},
+	{
+		"a chain is deleted, and the jump to it",
+		[]string{"IPT -t mangle -D INPUT 1", "IPT -t mangle -F SLUICE_INPUT", "IPT -t mangle -X SLUICE_INPUT"},
+		[]string{
+			"IPv4 mangle: missing: -A INPUT -p tcp -m tcp --dport 15001 --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT",
+			"IPv4 mangle SLUICE_INPUT: chain missing",
+		},
+	},
+	{
+		"a foreign rule is inserted",
+		[]string{"IPT -t nat -I SLUICE_CAPTURE -p tcp -m tcp --dport 22 -j RETURN"},
+		[]string{"IPv4 nat SLUICE_CAPTURE: unexpected: -A SLUICE_CAPTURE -p tcp -m tcp --dport 22 -j RETURN"},
+	},
+	{
+		"a rule stands before our jump",
+		[]string{"IPT -t nat -I OUTPUT -j ACCEPT"},
+		[]string{"IPv4 nat: before ours: -A OUTPUT -j ACCEPT"},
+	},
+	{
+		"a rule is repeated",
+		[]string{"IPT -t nat -A SLUICE_OUTPUT -o lo -j RETURN"},
+		[]string{"IPv4 nat SLUICE_OUTPUT: rules out of order or repeated"},
+	},
+	{
+		"rules change places",
+		[]string{"IPT -t mangle -D SLUICE_INPUT -j DROP", "IPT -t mangle -I SLUICE_INPUT -j DROP"},
+		[]string{"IPv4 mangle SLUICE_INPUT: rules out of order or repeated"},
+	},
+}
+
+var nftablesDamages = []damage{
+	{
+		"a rule is deleted",
+		[]string{"nft flush chain ip sluice-nat SLUICE_CAPTURE"},
+		[]string{"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001"},
+	},
+	{
+		"a rule is changed",
+		[]string{
+			"nft flush chain ip sluice-nat SLUICE_CAPTURE",
+			"nft add rule ip sluice-nat SLUICE_CAPTURE meta l4proto tcp redirect to :15002",
+		},
+		[]string{
+			"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001",
+			"IPv4 table sluice-nat chain SLUICE_CAPTURE: unexpected: a rule that is not ours, handle ",
+		},
+	},
+	{
+		"a jump is deleted",
+		[]string{"nft flush chain ip6 sluice-nat OUTPUT"},
+		[]string{"IPv6 table sluice-nat chain OUTPUT: missing or changed: -A OUTPUT -p tcp -j SLUICE_OUTPUT"},
+	},
+	{
+		"a chain is deleted",
+		[]string{"nft delete chain ip sluice-mangle INPUT"},
+		[]string{"IPv4 table sluice-mangle chain INPUT: missing or changed: -A INPUT -p tcp -m tcp --dport 15001 --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT"},
+	},
+	{
+		"a table is deleted",
+		[]string{"nft delete table ip6 sluice-mangle"},
+		[]string{
+			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
+			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -j DROP",
+			"IPv6 table sluice-mangle chain INPUT: missing or changed: -A INPUT -p tcp -m tcp --dport 15001 --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT",
+		},
+	},
+	{
+		"a foreign rule is inserted",
+		[]string{"nft insert rule ip sluice-nat SLUICE_CAPTURE tcp dport 22 return"},
+		[]string{"IPv4 table sluice-nat chain SLUICE_CAPTURE: unexpected: a rule that is not ours, handle "},
+	},
+	{
+		"a rule stands before our jump",
+		[]string{"nft insert rule ip sluice-nat OUTPUT accept"},
+		[]string{"IPv4 table sluice-nat chain OUTPUT: unexpected: a rule that is not ours, handle "},
+	},
+	{
+		"a rule is repeated",
+		[]string{`nft add rule ip sluice-nat SLUICE_OUTPUT oifname "lo" return`},
+		[]string{"IPv4 table sluice-nat chain SLUICE_OUTPUT: rules out of order or repeated"},
+	},
+	{
+		// The guard without the socket match: it would let SYNs to a closed port through.
+		"the gate is taken out of the guard",
+		[]string{
+			"nft flush chain ip sluice-mangle SLUICE_INPUT",
+			"nft add rule ip sluice-mangle SLUICE_INPUT ct status dnat return",
+			"nft add rule ip sluice-mangle SLUICE_INPUT drop",
+		},
+		[]string{
+			"IPv4 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
+			"IPv4 table sluice-mangle chain SLUICE_INPUT: unexpected: a rule that is not ours, handle ",
+		},
+	},
+}
+
+// TestCheckNamesDrift also mends it: to apply again, and to remove, works on whatever is left.
+func TestCheckNamesDrift(t *testing.T) {
+	t.Parallel()
+	damages := map[string][]damage{"iptables-nft": iptablesDamages, "iptables-legacy": iptablesDamages, "nftables": nftablesDamages}
+	for _, backend := range kernelBackends {
+		tools := strings.NewReplacer("IPT", backend, "IP6T", strings.Replace(backend, "iptables", "ip6tables", 1))
+		for _, d := range damages[backend] {
+			t.Run(backend+"/"+d.name, func(t *testing.T) {
+				t.Parallel()
+				h := netns.NewHost(t, "drift")
+				in := apply(t, h, ruleset.Provisional("eth0"), backend, nil)
+				for _, again := range []func(){
+					func() { checkNoDrift(t, h, apply(t, h, in.Ruleset, backend, &in)) },
+					func() {
+						if err := in.Remove(t.Context(), h.Path(), nil); err != nil {
+							t.Errorf("Remove: %v", err)
+						}
+						checkNothingLeft(t, h)
+					},
+				} {
+					for _, c := range d.commands {
+						words := strings.Fields(tools.Replace(c))
+						h.Exec(words[0], words[1:]...)
+					}
+					checkDrift(t, h, in, d.want)
+					again()
+				}
+			})
+		}
+	}
+}
+
+var handle = regexp.MustCompile(`handle \d+$`)
+
+func checkDrift(t *testing.T, h *netns.Host, in ruleset.Installed, want []string) {
+	t.Helper()
+	got, err := in.Check(t.Context(), h.Path())
+	if err != nil {
+		t.Fatalf("Check: %v", err)
+	}
+	for i := range got {
+		got[i] = handle.ReplaceAllString(got[i], "handle ")
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("Check: got\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
+	}
+}

@@ -1,0 +1,107 @@
+package ruleset
+
+import (
+	"flag"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+var update = flag.Bool("update", false, "rewrite the golden files")
+
+func cidrs(s ...string) []netip.Prefix {
+	var p []netip.Prefix
+	for _, c := range s {
+		p = append(p, netip.MustParsePrefix(c))
+	}
+	return p
+}
+
+// goldenCases are whole rulesets; each has its golden files.
+var goldenCases = []struct {
+	name      string
+	change    func(*Ruleset) // of Provisional("eth0")
+	noSYNGate bool
+}{
+	{name: "defaults", change: func(*Ruleset) {}},
+	{name: "upstream-ipv4", change: func(r *Ruleset) { r.Upstream = netip.MustParseAddrPort("192.0.2.1:18080") }},
+	{name: "upstream-ipv6", change: func(r *Ruleset) { r.Upstream = netip.MustParseAddrPort("[2001:db8::1]:18080") }},
+	{name: "include-ports", change: func(r *Ruleset) { r.IncludePorts = []PortRange{{80, 80}, {443, 443}, {8000, 8999}} }},
+	{name: "exclude-ports", change: func(r *Ruleset) { r.ExcludePorts = []PortRange{{22, 22}, {9000, 9999}} }},
+	{name: "include-cidrs", change: func(r *Ruleset) { r.IncludeCIDRs = cidrs("10.0.0.0/8", "203.0.113.7/32", "fd00::/8") }},
+	{name: "include-cidrs-ipv4-only", change: func(r *Ruleset) { r.IncludeCIDRs = cidrs("10.0.0.0/8") }},
+	{name: "exclude-cidrs", change: func(r *Ruleset) {
+		r.ExcludeCIDRs = cidrs("10.0.0.0/8", "203.0.113.7/32", "fd00::/8", "2001:db8::7/128")
+	}},
+	{name: "exclude-interfaces", change: func(r *Ruleset) { r.ExcludeInterfaces = []string{"wg0", "docker0"} }},
+	{name: "quic-allowed", change: func(r *Ruleset) { r.RejectQUIC = false }},
+	{name: "quic-port-excluded", change: func(r *Ruleset) { r.ExcludePorts = []PortRange{{400, 500}} }},
+	{name: "quic-port-not-included", change: func(r *Ruleset) { r.IncludePorts = []PortRange{{80, 80}} }},
+	{name: "two-interfaces", change: func(r *Ruleset) { r.Interfaces = []string{"eth0", "net1"} }},
+	{name: "no-syn-gate", change: func(*Ruleset) {}, noSYNGate: true},
+}
+
+// TestGolden compares what each backend puts into a fresh netns with testdata/*.golden.
+func TestGolden(t *testing.T) {
+	t.Parallel()
+	for _, tc := range goldenCases {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			r := Provisional("eth0")
+			tc.change(&r)
+			if err := r.Validate(); err != nil {
+				t.Fatalf("the case's own ruleset: %v", err)
+			}
+			var dump strings.Builder
+			for _, f := range []Family{IPv4, IPv6} {
+				tables := r.tables(f, !tc.noSYNGate)
+				doc, err := document(f, tables, func(table) (tableState, error) { return tableState{}, nil })
+				if err != nil {
+					t.Fatal(err)
+				}
+				golden(t, tc.name+".iptables-"+strings.ToLower(f.String()), string(doc))
+				for _, tb := range tables {
+					dumpTable(&dump, f, tb)
+				}
+			}
+			golden(t, tc.name+".nftables", dump.String())
+		})
+	}
+}
+
+func golden(t *testing.T, name, got string) {
+	t.Helper()
+	path := filepath.Join("testdata", name+".golden")
+	if *update {
+		if err := os.WriteFile(path, []byte(got), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	want, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatalf("%v; `go test ./plugin/ruleset -run TestGolden -update` writes it", err)
+	}
+	if diff := cmp.Diff(string(want), got); diff != "" {
+		t.Errorf("%s (-want +got):\n%s", path, diff)
+	}
+}
+
+// TestNoStrayGoldenFiles finds what a case left behind when it was renamed.
+func TestNoStrayGoldenFiles(t *testing.T) {
+	if *update {
+		return
+	}
+	t.Parallel()
+	paths, err := filepath.Glob("testdata/*.golden")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, want := len(paths), 3*len(goldenCases); got != want {
+		t.Errorf("got %d golden files, want %d", got, want)
+	}
+}

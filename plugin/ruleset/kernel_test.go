@@ -1,0 +1,264 @@
+package ruleset_test
+
+import (
+	"errors"
+	"net/netip"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+func TestMain(m *testing.M) { os.Exit(netns.Main(m)) }
+
+// kernelBackends are those that every test of the kernel's rules runs with.
+var kernelBackends = []string{"iptables-nft", "iptables-legacy", "nftables"}
+
+// rich is a ruleset with every kind of rule.
+func rich() ruleset.Ruleset {
+	return ruleset.Ruleset{
+		Interfaces:        []string{"eth0", "net1"},
+		Upstream:          netip.MustParseAddrPort("192.0.2.1:18080"),
+		IncludePorts:      []ruleset.PortRange{{First: 80, Last: 80}, {First: 443, Last: 443}, {First: 8000, Last: 8999}},
+		ExcludePorts:      []ruleset.PortRange{{First: 22, Last: 22}, {First: 9000, Last: 9999}},
+		IncludeCIDRs:      []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24"), netip.MustParsePrefix("2000::/3"), netip.MustParsePrefix("203.0.113.7/32")},
+		ExcludeCIDRs:      append(ruleset.LinkLocal(), netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("2001:db8::7/128")),
+		ExcludeInterfaces: []string{"wg0", "docker0"},
+		RejectQUIC:        true,
+	}
+}
+
+// forBackends runs f for each backend with a netns of its own.
+func forBackends(t *testing.T, f func(t *testing.T, h *netns.Host, backend string)) {
+	t.Helper()
+	t.Parallel()
+	for _, backend := range kernelBackends {
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			f(t, netns.NewHost(t, "ruleset"), backend)
+		})
+	}
+}
+
+func apply(t *testing.T, h *netns.Host, r ruleset.Ruleset, want string, was *ruleset.Installed) ruleset.Installed {
+	t.Helper()
+	in, err := ruleset.Apply(t.Context(), h.Path(), r, want, was)
+	if err != nil {
+		t.Fatalf("Apply: %v", err)
+	}
+	return in
+}
+
+func checkNoDrift(t *testing.T, h *netns.Host, in ruleset.Installed) {
+	t.Helper()
+	drift, err := in.Check(t.Context(), h.Path())
+	if err != nil || len(drift) > 0 {
+		t.Errorf("Check: got %q, %v; want no drift", drift, err)
+	}
+}
+
+// rules is all that is in a netns, whoever made it.
+func rules(h *netns.Host) string {
+	var all strings.Builder
+	for _, list := range []string{"nft list ruleset", "iptables-legacy-save", "ip6tables-legacy-save"} {
+		words := strings.Fields(list)
+		all.WriteString(h.Exec(words[0], words[1:]...))
+	}
+	return all.String()
+}
+
+func checkNothingLeft(t *testing.T, h *netns.Host) {
+	t.Helper()
+	if got := rules(h); strings.Contains(strings.ToLower(got), "sluice") {
+		t.Errorf("something of ours is left:\n%s", got)
+	}
+}
+
+func TestApplyCheckRemove(t *testing.T) {
+	for name, r := range map[string]ruleset.Ruleset{"provisional": ruleset.Provisional("eth0"), "rich": rich()} {
+		t.Run(name, func(t *testing.T) {
+			forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+				in := apply(t, h, r, backend, nil)
+				want := ruleset.Installed{Ruleset: r, Backend: backend, SYNGate: true, IPv6: true}
+				if diff := cmp.Diff(want, in, cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }), cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
+					t.Errorf("what Apply says it installed (-want +got):\n%s", diff)
+				}
+				checkNoDrift(t, h, in)
+				for range 2 {
+					if err := in.Remove(t.Context(), h.Path(), nil); err != nil {
+						t.Fatalf("Remove: %v", err)
+					}
+					checkNothingLeft(t, h)
+				}
+			})
+		})
+	}
+}
+
+// TestCheckKnowsHowRulesAreListed has the values that the iptables tools print in another way than one would.
+func TestCheckKnowsHowRulesAreListed(t *testing.T) {
+	for name, change := range map[string]func(*ruleset.Ruleset){
+		"CIDRs of a whole family": func(r *ruleset.Ruleset) {
+			r.IncludeCIDRs = []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}
+		},
+		"every port": func(r *ruleset.Ruleset) { r.IncludePorts = []ruleset.PortRange{{First: 1, Last: 65535}} },
+		"a port named twice": func(r *ruleset.Ruleset) {
+			r.ExcludePorts = []ruleset.PortRange{{First: 22, Last: 22}, {First: 22, Last: 22}}
+		},
+		"odd interface names": func(r *ruleset.Ruleset) { r.ExcludeInterfaces = []string{"eth0:1", "veth@1", "a.b_c-d", "-x"} },
+		"long IPv6 CIDRs": func(r *ruleset.Ruleset) {
+			r.ExcludeCIDRs = []netip.Prefix{
+				netip.MustParsePrefix("2001:db8:0:0:1::/80"), netip.MustParsePrefix("2001:db8:1:2:3:4:5:6/128"),
+				netip.MustParsePrefix("2001:0:0:1::1/128"), netip.MustParsePrefix("fd00:0:1::/48"),
+			}
+		},
+		"an IPv4-compatible IPv6 address": func(r *ruleset.Ruleset) {
+			r.ExcludeCIDRs = []netip.Prefix{netip.MustParsePrefix("::192.0.2.1/128")}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+				r := ruleset.Provisional("eth0")
+				change(&r)
+				checkNoDrift(t, h, apply(t, h, r, backend, nil))
+			})
+		})
+	}
+}
+
+func TestApplyTwiceIsHarmless(t *testing.T) {
+	forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+		in := apply(t, h, rich(), backend, nil)
+		before := rules(h)
+		for what, was := range map[string]*ruleset.Installed{"unknown": nil, "known": &in} {
+			again := apply(t, h, rich(), backend, was)
+			checkNoDrift(t, h, again)
+			if diff := cmp.Diff(counterless(before), counterless(rules(h))); diff != "" {
+				t.Errorf("applied again, what was there being %s (-before +after):\n%s", what, diff)
+			}
+		}
+	})
+}
+
+// counterless leaves out what changes by itself: comments with the time, packet counters, handles.
+func counterless(rules string) string {
+	var kept []string
+	for line := range strings.Lines(rules) {
+		if !strings.HasPrefix(line, "#") && !strings.HasPrefix(line, ":") {
+			kept = append(kept, line)
+		}
+	}
+	return strings.Join(kept, "")
+}
+
+func TestApplyReplaces(t *testing.T) {
+	forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+		was := apply(t, h, rich(), backend, nil)
+		changed := rich()
+		changed.IncludePorts = []ruleset.PortRange{{First: 8443, Last: 8443}}
+		in := apply(t, h, changed, "auto", &was)
+		if in.Backend != backend {
+			t.Errorf("replaced with %s, want it in place with %s", in.Backend, backend)
+		}
+		checkNoDrift(t, h, in)
+		drift, err := was.Check(t.Context(), h.Path())
+		if err != nil || len(drift) == 0 {
+			t.Errorf("Check of what was replaced: got %q, %v; want drift", drift, err)
+		}
+		if err := in.Remove(t.Context(), h.Path(), nil); err != nil {
+			t.Fatalf("Remove: %v", err)
+		}
+		checkNothingLeft(t, h)
+	})
+}
+
+func TestForeignRulesStay(t *testing.T) {
+	forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+		tool := "iptables-nft"
+		if backend == "iptables-legacy" {
+			tool = backend
+		}
+		h.Exec(tool, "-t", "nat", "-A", "POSTROUTING", "-o", "eth0", "-j", "MASQUERADE")
+		h.Exec(tool, "-t", "nat", "-A", "OUTPUT", "-d", "192.0.2.99/32", "-j", "ACCEPT")
+		h.Exec(tool, "-t", "filter", "-N", "OTHERS")
+		before := h.Exec(tool, "-t", "nat", "-S") + h.Exec(tool, "-t", "filter", "-S")
+		in := apply(t, h, rich(), backend, nil)
+		checkNoDrift(t, h, in)
+		if err := in.Remove(t.Context(), h.Path(), nil); err != nil {
+			t.Fatalf("Remove: %v", err)
+		}
+		if diff := cmp.Diff(before, h.Exec(tool, "-t", "nat", "-S")+h.Exec(tool, "-t", "filter", "-S")); diff != "" {
+			t.Errorf("rules of others (-before +after):\n%s", diff)
+		}
+	})
+}
+
+// TestRemoveReleasesBeforeTheGateGoes: when released runs, nothing is captured any more, but the port is guarded.
+func TestRemoveReleasesBeforeTheGateGoes(t *testing.T) {
+	forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+		in := apply(t, h, rich(), backend, nil)
+		ran := false
+		err := in.Remove(t.Context(), h.Path(), func() error {
+			ran = true
+			got := rules(h)
+			if strings.Contains(got, "SLUICE_CAPTURE") || !strings.Contains(got, "SLUICE_INPUT") {
+				t.Errorf("got these rules, want only the gate:\n%s", got)
+			}
+			return nil
+		})
+		if err != nil || !ran {
+			t.Errorf("Remove: got %v, released called: %t", err, ran)
+		}
+		checkNothingLeft(t, h)
+	})
+}
+
+func TestRemoveGoesOnWhenReleasedFails(t *testing.T) {
+	forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+		in := apply(t, h, rich(), backend, nil)
+		broken := errors.New("conntrack is broken")
+		if err := in.Remove(t.Context(), h.Path(), func() error { return broken }); !errors.Is(err, broken) {
+			t.Errorf("Remove: got %v, want %v", err, broken)
+		}
+		checkNothingLeft(t, h)
+	})
+}
+
+func TestApplyBringsLoUp(t *testing.T) {
+	t.Parallel()
+	h := netns.NewHost(t, "ruleset")
+	h.IP("link", "set", "lo", "down")
+	apply(t, h, rich(), "auto", nil)
+	if got := h.Exec("ip", "-br", "link", "show", "lo"); !strings.Contains(got, "UP") {
+		t.Errorf("got %q, want lo up", got)
+	}
+}
+
+func TestNoSuchNetns(t *testing.T) {
+	t.Parallel()
+	const path = "/run/netns/there-is-no-such-netns"
+	in := ruleset.Installed{Ruleset: rich(), Backend: "nftables"}
+	_, aerr := ruleset.Apply(t.Context(), path, rich(), "auto", nil)
+	_, cerr := in.Check(t.Context(), path)
+	for verb, err := range map[string]error{"Apply": aerr, "Check": cerr, "Remove": in.Remove(t.Context(), path, nil)} {
+		if err == nil || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: got %v, want an error that names %s", verb, err, path)
+		}
+	}
+}
+
+func TestApplyRefusesWhatIsInvalid(t *testing.T) {
+	t.Parallel()
+	h := netns.NewHost(t, "ruleset")
+	if _, err := ruleset.Apply(t.Context(), h.Path(), ruleset.Ruleset{}, "auto", nil); err == nil {
+		t.Error("a ruleset without interfaces: got no error")
+	}
+	if _, err := ruleset.Apply(t.Context(), h.Path(), rich(), "ebtables", nil); err == nil || !strings.Contains(err.Error(), `"ebtables"`) {
+		t.Errorf("an unknown backend: got %v, want an error that names it", err)
+	}
+	checkNothingLeft(t, h)
+}
