@@ -68,7 +68,7 @@ func waitUntil(ctx context.Context, timeout time.Duration, look func(context.Con
 		if err == nil {
 			return nil
 		}
-		if ctx.Err() == nil {
+		if !timedOut(err) { // that the look was cut short says less than what the one before saw
 			last = err
 		}
 		select {
@@ -77,6 +77,11 @@ func waitUntil(ctx context.Context, timeout time.Duration, look func(context.Con
 		case <-tick.C:
 		}
 	}
+}
+
+func timedOut(err error) bool {
+	var n net.Error
+	return errors.Is(err, context.DeadlineExceeded) || errors.As(err, &n) && n.Timeout()
 }
 
 func askDaemon(ctx context.Context, daemon *attach.Client) error {

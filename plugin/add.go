@@ -122,7 +122,10 @@ func (p *pod) carryOut(ctx context.Context, d attach.Decision) error {
 		}
 	}
 	p.record.Installed = p.in
-	return p.store.Write(p.record)
+	if err := p.store.Write(p.record); err != nil || p.in == nil || len(p.siblings) == 0 {
+		return err
+	}
+	return p.store.Share(p.record.ID, p.record.NetnsID, p.in)
 }
 
 // undo puts the netns back. A ruleset that was there is applied again, never taken away.

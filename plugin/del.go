@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"os"
+	"slices"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/netconf"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // del undoes an ADD. What is not there any more is no error, or the pod would never go away.
@@ -29,7 +31,8 @@ func del(ctx context.Context, conf *netconf.Conf, id attach.ID) error {
 	return errors.Join(errs...)
 }
 
-// uninstall takes the rules out of a netns that outlives its last attachment.
+// uninstall takes the rules out of a netns that outlives its last attachment; what is left of several keeps
+// those that are its own.
 func uninstall(ctx context.Context, store attach.Store, r attach.Record) error {
 	if r.Installed == nil {
 		return nil
@@ -37,10 +40,20 @@ func uninstall(ctx context.Context, store attach.Store, r attach.Record) error {
 	if now, err := attach.IdentifyNetns(r.Netns); errors.Is(err, attach.ErrNetnsGone) || err == nil && now != r.NetnsID {
 		return nil
 	}
-	if siblings, err := store.Siblings(r.ID, r.NetnsID); err != nil || len(siblings) > 0 {
+	siblings, err := store.Siblings(r.ID, r.NetnsID)
+	if err != nil {
 		return err
 	}
-	return r.Installed.Remove(ctx, r.Netns, nil)
+	if len(siblings) == 0 {
+		return r.Installed.Remove(ctx, r.Netns, nil)
+	}
+	rest := r.Installed.Ruleset
+	rest.Interfaces = slices.DeleteFunc(slices.Clone(rest.Interfaces), func(name string) bool { return name == r.IfName })
+	in, err := ruleset.Apply(ctx, r.Netns, rest, r.Installed.Backend, r.Installed)
+	if err != nil {
+		return err
+	}
+	return store.Share(r.ID, r.NetnsID, &in)
 }
 
 // detach tells the daemon, if it is there. One that is not will find neither record nor netns.

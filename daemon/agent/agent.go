@@ -331,7 +331,10 @@ func (a *Agent) resolve(ctx context.Context, n *netns, r attach.Record) error {
 		return nil // a DEL is on its way
 	}
 	a.join(&r)
-	return a.store.Write(r)
+	if err := a.store.Write(r); err != nil || r.Installed == nil {
+		return err
+	}
+	return a.store.Share(r.ID, r.NetnsID, r.Installed)
 }
 
 // Status describes the attachments, by pod.

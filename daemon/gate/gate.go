@@ -126,7 +126,10 @@ func (l *Listener) control(do func(fd int)) error {
 	if err != nil {
 		return err
 	}
-	return raw.Control(func(fd uintptr) { do(int(fd)) })
+	if err := raw.Control(func(fd uintptr) { do(int(fd)) }); err != nil {
+		return os.ErrClosed // poll's own error for it is another
+	}
+	return nil
 }
 
 // Wait returns when a connection can be accepted. It accepts none: whoever is not ready to serve one lets
@@ -136,11 +139,15 @@ func (l *Listener) Wait() error {
 	if err != nil {
 		return err
 	}
-	return raw.Read(func(fd uintptr) bool {
+	err = raw.Read(func(fd uintptr) bool {
 		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
 		n, err := unix.Poll(p, 0)
 		return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
 	})
+	if err != nil {
+		return os.ErrClosed // poll's own error for it is another
+	}
+	return nil
 }
 
 // Accept takes the connection that has waited longest; nil when there is none after all.

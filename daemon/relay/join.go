@@ -29,6 +29,8 @@ type junction struct {
 //
 // Bulk data moves by splice(2): io.Copy between TCP connections keeps it in the kernel.
 func (j *junction) run(ctx context.Context, first []byte) {
+	// Should this process be killed, the kernel resets both: an app must not take what it has for all.
+	_ = errors.Join(j.app.SetLinger(0), j.up.SetLinger(0)) // fails only if closed already, as what follows will
 	stop := context.AfterFunc(ctx, j.reset)
 	defer stop()
 	answered := make(chan struct{})
@@ -84,7 +86,8 @@ func (j *junction) reset() {
 func (j *junction) close() {
 	j.once.Do(func() {
 		j.ending()
-		_ = errors.Join(j.app.Close(), j.up.Close()) // both ways have ended: nothing is left to lose
+		// Both ways have ended; what is still in the send buffers arrives.
+		_ = errors.Join(j.app.SetLinger(-1), j.up.SetLinger(-1), j.app.Close(), j.up.Close())
 	})
 }
 

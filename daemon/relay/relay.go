@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -51,7 +52,7 @@ type Pod struct {
 
 	waiting atomic.Int64
 	mu      sync.Mutex
-	open    map[*net.TCPConn]struct{} // to the upstream
+	open    map[*net.TCPConn]uint64 // to the upstream; what it took to get there, in bytes
 	bytes   uint64                    // of connections that have ended
 }
 
@@ -67,25 +68,26 @@ func (p *Pod) Counts() Counts {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	c := Counts{Waiting: int(p.waiting.Load()), Open: len(p.open), Bytes: p.bytes}
-	for conn := range p.open {
-		c.Bytes += carried(conn)
+	for conn, before := range p.open {
+		c.Bytes += carriedSince(conn, before)
 	}
 	return c
 }
 
-func (p *Pod) opened(conn *net.TCPConn) {
+// opened counts conn from now on; of what it has carried, only first was not the upstream's own.
+func (p *Pod) opened(conn *net.TCPConn, first []byte) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.open == nil {
-		p.open = map[*net.TCPConn]struct{}{}
+		p.open = map[*net.TCPConn]uint64{}
 	}
-	p.open[conn] = struct{}{}
+	p.open[conn] = carried(conn) - uint64(len(first))
 }
 
 func (p *Pod) closed(conn *net.TCPConn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.bytes += carried(conn)
+	p.bytes += carriedSince(conn, p.open[conn])
 	delete(p.open, conn)
 }
 
@@ -173,7 +175,7 @@ func (r *Relay) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, pod 
 	}
 	slot.leave()
 	log.Debug("connection relayed", "to", dst.String())
-	pod.opened(up)
+	pod.opened(up, first)
 	j := junction{app: conn, up: up, ending: func() { pod.closed(up) }}
 	if !r.upstream.HalfClose() {
 		src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
@@ -255,10 +257,8 @@ func permitted(dst netip.AddrPort) error {
 	case a.IsMulticast(), a == netip.AddrFrom4([4]byte{255, 255, 255, 255}):
 		return errors.New("not a unicast address")
 	}
-	for _, m := range metadata {
-		if a == m {
-			return errors.New("metadata service: it would be asked in the node's name")
-		}
+	if slices.Contains(metadata, a) {
+		return errors.New("metadata service: it would be asked in the node's name")
 	}
 	return nil
 }
@@ -302,6 +302,11 @@ func carried(conn *net.TCPConn) uint64 {
 		return 0
 	}
 	return info.Bytes_acked + info.Bytes_received
+}
+
+// carriedSince is nothing where the kernel cannot be asked any more.
+func carriedSince(conn *net.TCPConn, before uint64) uint64 {
+	return max(carried(conn), before) - before
 }
 
 func pause(ctx context.Context, d time.Duration) {

@@ -52,7 +52,7 @@ func TestCounts(t *testing.T) {
 	t.Parallel()
 	far, near := pair(t)
 	var p Pod
-	p.opened(near)
+	p.opened(near, nil)
 	p.waiting.Add(2)
 	send(t, far, "four")
 	checkReads(t, "near", near, "four")

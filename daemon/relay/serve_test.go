@@ -50,7 +50,7 @@ func serve(t *testing.T) *served {
 	s.IP("route", "add", "default", "dev", "lo")
 	s.Exec("iptables-nft", "-t", "nat", "-A", "OUTPUT", "!", "-d", "10.0.0.5/32", "-p", "tcp", "-j", "REDIRECT",
 		"--to-ports", strconv.Itoa(ruleset.OutboundPort))
-	s.upstream = fmt.Sprintf("127.%d.%d.%d:18080", 201+addresses.Add(1), os.Getpid()>>8&0xff, os.Getpid()&0xff)
+	s.upstream = fmt.Sprintf("127.%d.%d.%d:18080", 201+addresses.Add(1)%50, os.Getpid()>>8&0xff, os.Getpid()&0xff)
 	log := slog.New(slog.DiscardHandler)
 	s.up = upstream.New(config.Upstream{Address: s.upstream, Protocol: config.Connect}, log)
 	var err error

@@ -4,6 +4,7 @@ package main
 
 import (
 	"bufio"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -18,12 +19,11 @@ func main() {
 	listen := flag.String("listen", "127.0.0.1:18080", "address to listen on")
 	quiet := flag.Bool("quiet", false, "do not log each connection")
 	flag.Parse()
-	if err := run(*listen, *quiet); err != nil {
-		fmt.Fprintln(os.Stderr, "connectproxy:", err)
-		os.Exit(1)
-	}
+	fmt.Fprintln(os.Stderr, "connectproxy:", run(*listen, *quiet))
+	os.Exit(1)
 }
 
+// run returns only when it cannot go on.
 func run(listen string, quiet bool) error {
 	l, err := net.Listen("tcp", listen)
 	if err != nil {
@@ -94,7 +94,7 @@ func carry(to, from *net.TCPConn) {
 }
 
 func ignoreEOF(err error) error {
-	if err == io.EOF { // somebody looked whether we are here
+	if errors.Is(err, io.EOF) { // somebody looked whether we are here
 		return nil
 	}
 	return err

@@ -76,13 +76,15 @@ func (c *Client) Detach(ctx context.Context, id ID) error {
 // List returns what the daemon knows of each attachment.
 func (c *Client) List(ctx context.Context) ([]AttachmentStatus, error) {
 	var l []AttachmentStatus
-	return l, c.call(ctx, http.MethodGet, PathAttachments, nil, &l)
+	err := c.call(ctx, http.MethodGet, PathAttachments, nil, &l)
+	return l, err
 }
 
 // Status returns what the daemon knows of itself, the upstream and each attachment.
 func (c *Client) Status(ctx context.Context) (Status, error) {
 	var s Status
-	return s, c.call(ctx, http.MethodGet, PathStatus, nil, &s)
+	err := c.call(ctx, http.MethodGet, PathStatus, nil, &s)
+	return s, err
 }
 
 func (c *Client) call(ctx context.Context, method, path string, in, out any) error {

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // Store is the directory of records, one file for each attachment. A file is whole or absent: it is
@@ -63,10 +63,25 @@ func (s Store) Writable() error {
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return err
 	}
-	if err := unix.Access(s.dir, unix.W_OK); err != nil {
-		return fmt.Errorf("writing to %s: %w", s.dir, err)
+	tmp, err := os.CreateTemp(s.dir, "new-*.tmp")
+	if err != nil {
+		return err
 	}
-	return nil
+	_, werr := tmp.Write(make([]byte, 4<<10)) // a full disk takes the file, but not what is in it
+	return errors.Join(werr, tmp.Close(), os.Remove(tmp.Name()))
+}
+
+// Share rewrites the records of the other attachments in a netns: they have one ruleset between them.
+func (s Store) Share(id ID, netns NetnsID, in *ruleset.Installed) error {
+	siblings, err := s.Siblings(id, netns)
+	errs := []error{err}
+	for _, r := range siblings {
+		if r.Installed != nil {
+			r.Installed = in
+			errs = append(errs, s.Write(r))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // Read returns the record of id; errors.Is(err, os.ErrNotExist) when there is none.

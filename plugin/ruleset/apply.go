@@ -229,12 +229,12 @@ func removeWith(ctx context.Context, b backend, families []Family, released func
 			}
 		}
 	}
-	var any Ruleset // which chains there are does not depend on what is captured
-	remove(func(f Family) []table { return any.tables(f, true)[1:] })
+	var empty Ruleset // which chains there are does not depend on what is captured
+	remove(func(f Family) []table { return empty.tables(f, true)[1:] })
 	if released != nil {
 		errs = append(errs, released())
 	}
-	remove(func(f Family) []table { return any.tables(f, true)[:1] })
+	remove(func(f Family) []table { return empty.tables(f, true)[:1] })
 	return errors.Join(errs...)
 }
 
