@@ -112,6 +112,9 @@ func (a *Agent) Attach(at attach.Attachment) (attach.Decision, error) {
 			return attach.Decision{}, &attach.RefusedError{Message: err.Error()}
 		}
 	}
+	if !d.Capture {
+		a.shut(n)
+	}
 	a.log.Info("attached", "attachment", at.String(), "state", string(state(d)), "reason", d.Reason)
 	return d, nil
 }
@@ -303,6 +306,9 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
 // the kernel forgets where it sent the SYNs that still wait, and only then does anybody listen. So each of
 // those connections ends where it would have gone with the daemon there from the start.
 func (a *Agent) resolve(ctx context.Context, n *netns, r attach.Record) error {
+	if r.Installed == nil {
+		return errors.New("its record has no ruleset")
+	}
 	d, err := a.decide(r.Attachment, a.interfaces(n.id, r.IfName))
 	if err != nil {
 		return fmt.Errorf("it stays provisional, and its connections wait: %w", err)

@@ -166,7 +166,7 @@ func walk(path string, value json.RawMessage, keys map[string]setter) error {
 	}
 	for _, name := range slices.Sorted(maps.Keys(object)) {
 		key := strings.TrimPrefix(path+"."+name, ".")
-		if !leads(key, keys) {
+		if strings.Contains(name, ".") || !leads(key, keys) {
 			return fmt.Errorf("%s: unknown key, with value %.100s; known are %s", key, object[name], strings.Join(near(path, keys), ", "))
 		}
 		if err := walk(key, object[name], keys); err != nil {

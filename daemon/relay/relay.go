@@ -53,7 +53,7 @@ type Pod struct {
 	waiting atomic.Int64
 	mu      sync.Mutex
 	open    map[*net.TCPConn]uint64 // to the upstream; what it took to get there, in bytes
-	bytes   uint64                    // of connections that have ended
+	bytes   uint64                  // of connections that have ended
 }
 
 // Counts are what a pod's connections come to.

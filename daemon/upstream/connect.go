@@ -26,11 +26,12 @@ func askConnect(conn net.Conn, req Request) ([]byte, error) {
 	if _, err := io.WriteString(conn, connectRequest(req)); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrLate, err)
 	}
-	answer := bufio.NewReader(io.LimitReader(conn, maxAnswer))
+	ending := &ending{Reader: io.LimitReader(conn, maxAnswer)}
+	answer := bufio.NewReader(ending)
 	resp, err := http.ReadResponse(answer, &http.Request{Method: http.MethodConnect})
 	switch {
 	case err == nil:
-	case lost(err):
+	case lost(err), ending.err != nil:
 		return nil, fmt.Errorf("%w: it ended before its answer: %w", ErrLate, err)
 	default:
 		return nil, fmt.Errorf("%w: no HTTP proxy answers there: %w", ErrMisconfigured, err)
@@ -41,6 +42,20 @@ func askConnect(conn net.Conn, req Request) ([]byte, error) {
 		return first, err
 	}
 	return nil, refusal(conn, resp)
+}
+
+// ending remembers how a connection ended: half an answer looks malformed to its parser.
+type ending struct {
+	io.Reader
+	err error
+}
+
+func (e *ending) Read(p []byte) (n int, err error) {
+	n, err = e.Reader.Read(p)
+	if err != nil {
+		e.err = err
+	}
+	return n, err
 }
 
 func connectRequest(req Request) string {

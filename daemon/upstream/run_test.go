@@ -83,12 +83,7 @@ func TestAProxyThatEndsIdleConnectionsIsReady(t *testing.T) {
 	u := newUpstream(freeAddress(), config.Connect)
 	startProxy(t, u.address, func(*net.TCPConn) { ended.Add(1) })
 	run(t, u)
-	eventually(t, "it has ended a few", func() bool {
-		if ended.Load() > 0 && u.Status().Since.IsZero() {
-			t.Fatal("no time")
-		}
-		return ended.Load() >= 4
-	})
+	eventually(t, "it has ended a few", func() bool { return ended.Load() >= 4 })
 	if s := u.Status(); !s.Ready {
 		t.Errorf("got %+v, want it ready", s)
 	}

@@ -12,6 +12,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -108,10 +110,9 @@ func (s spare) watch() {
 	if err != nil {
 		return
 	}
-	woken := false
-	_ = raw.Read(func(uintptr) bool { // reads nothing: what is there belongs to whoever takes it
-		defer func() { woken = true }()
-		return woken
+	_ = raw.Read(func(fd uintptr) bool { // only looks: what is there belongs to whoever takes it
+		_, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		return !errors.Is(err, unix.EAGAIN)
 	})
 }
 

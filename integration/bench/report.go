@@ -120,7 +120,7 @@ func (r *report) print(out *os.File) {
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "WHAT\tBUDGET\tMEASURED\t\tBESIDE IT")
 	for _, x := range r.Results {
-		measured := x.figure.String()
+		measured := x.String()
 		if len(x.Quartiles) == 2 {
 			measured += fmt.Sprintf(" [%s–%s]", number(x.Quartiles[0]), number(x.Quartiles[1]))
 		}

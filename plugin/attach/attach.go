@@ -120,6 +120,6 @@ type Decision struct {
 	Capture bool `json:"capture"`
 	// Ruleset is what to install; only with Capture, and then the pod's listeners are open already.
 	Ruleset *ruleset.Ruleset `json:"ruleset,omitempty"`
-	// Reason says why, for logs.
+	// Reason says why, for logs. A decision without one is none.
 	Reason string `json:"reason"`
 }

@@ -61,8 +61,8 @@ func NewClient(socket string) *Client {
 func (c *Client) Attach(ctx context.Context, a Attachment) (Decision, error) {
 	var d Decision
 	err := c.call(ctx, http.MethodPost, PathAttachments, a, &d)
-	if err == nil && d.Capture && d.Ruleset == nil {
-		err = fmt.Errorf("%w: it says to capture, but not how", ErrDaemonDown)
+	if err == nil && (d.Reason == "" || d.Capture && d.Ruleset == nil) {
+		err = fmt.Errorf("%w: what it says is no decision", ErrDaemonDown) // least of all not to capture
 	}
 	return d, err
 }

@@ -116,6 +116,32 @@ func TestStoreSiblings(t *testing.T) {
 	}
 }
 
+// TestStoreShare: the attachments of one netns have one ruleset between them; those without any keep none.
+func TestStoreShare(t *testing.T) {
+	t.Parallel()
+	s, _ := newStore(t)
+	eth0, net1, passed := record("4f2a", "eth0"), record("4f2a", "net1"), record("4f2a", "net2")
+	passed.State, passed.Installed = attach.Passed, nil
+	elsewhere := record("4f2a", "net3")
+	elsewhere.NetnsID.Cookie++
+	write(t, s, eth0, net1, passed, elsewhere)
+	in := *eth0.Installed
+	in.Ruleset.Interfaces = []string{"eth0", "net1"}
+	if err := s.Share(eth0.ID, eth0.NetnsID, &in); err != nil {
+		t.Fatalf("Share: %v", err)
+	}
+	net1.Installed = &in
+	for _, want := range []attach.Record{eth0, net1, passed, elsewhere} { // eth0 is whose writer shares
+		got, err := s.Read(want.ID)
+		if err != nil {
+			t.Fatalf("Read: %v", err)
+		}
+		if diff := cmp.Diff(want, got, same); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", want.ID, diff)
+		}
+	}
+}
+
 func TestStoreIgnoresAndSweepsHalfWrittenFiles(t *testing.T) {
 	t.Parallel()
 	s, dir := newStore(t)
@@ -262,8 +288,11 @@ func TestStoreThatCannotBeWritten(t *testing.T) {
 	s := attach.NewStore(file)
 	checkError(t, "Write", s.Write(record("4f2a", "eth0")), "recording attachment 4f2a/eth0")
 	checkError(t, "Writable", s.Writable(), file)
-	fine, _ := newStore(t)
+	fine, dir := newStore(t)
 	checkError(t, "Writable", fine.Writable(), "")
+	if left := files(t, dir); len(left) > 0 {
+		t.Errorf("Writable left %q behind", left)
+	}
 }
 
 func files(t *testing.T, dir string) []string {

@@ -108,9 +108,12 @@ func applyHere(ctx context.Context, r Ruleset, want string, was *Installed) (Ins
 		return Installed{}, err
 	}
 	var failures []error
-	for _, synGate := range []bool{true, false} {
+	// What can be done without is done without only when no backend has it. IPv6 can be if the netns has no
+	// address of it; one may still come, by router advertisement.
+	for _, without := range []struct{ synGate, ipv6 bool }{{}, {synGate: true}, {ipv6: true}, {true, true}} {
+		synGate := !without.synGate
 		for _, b := range candidates {
-			ipv6, err := applyWith(ctx, b, r, synGate)
+			ipv6, err := applyWith(ctx, b, r, synGate, !without.ipv6)
 			if err == nil {
 				err = loopbackUp()
 			}
@@ -124,18 +127,18 @@ func applyHere(ctx context.Context, r Ruleset, want string, was *Installed) (Ins
 			}
 		}
 	}
-	failures = failures[:len(candidates)] // without the gate the same things failed again
+	failures = failures[len(failures)-len(candidates):] // the round that asked for the least says what stands in the way
 	if was != nil {
-		if _, err := applyWith(ctx, candidates[0], was.Ruleset, was.SYNGate); err != nil {
+		if _, err := applyWith(ctx, candidates[0], was.Ruleset, was.SYNGate, false); err != nil {
 			failures = append(failures, fmt.Errorf("putting back what was there: %w", err))
 		}
 	}
 	return Installed{}, errors.Join(failures...)
 }
 
-// applyWith reports whether IPv6 is covered. Where IPv6 cannot be filtered that is an error only if the
-// netns has an address that could be used to go round.
-func applyWith(ctx context.Context, b backend, r Ruleset, synGate bool) (ipv6 bool, err error) {
+// applyWith reports whether IPv6 is covered. Where IPv6 cannot be filtered that is an error if it is needed: by
+// the caller, or by an address in the netns that could be used to go round.
+func applyWith(ctx context.Context, b backend, r Ruleset, synGate, needIPv6 bool) (ipv6 bool, err error) {
 	if err := b.apply(ctx, IPv4, r.tables(IPv4, synGate)); err != nil {
 		return false, err
 	}
@@ -144,9 +147,10 @@ func applyWith(ctx context.Context, b backend, r Ruleset, synGate bool) (ipv6 bo
 	}
 	if err := b.apply(ctx, IPv6, r.tables(IPv6, synGate)); err != nil {
 		has, aerr := hasGlobalIPv6()
-		if aerr != nil || has {
+		if aerr != nil || has || needIPv6 {
 			return false, errors.Join(fmt.Errorf("the pod has an IPv6 address that cannot be captured: %w", err), aerr)
 		}
+		_ = removeWith(ctx, b, []Family{IPv6}, nil) // what went in before it failed; it may fail the same way
 		return false, nil
 	}
 	return true, nil

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -221,8 +222,8 @@ func document(f Family, tables []table, state func(table) (tableState, error)) (
 func appendRule(f Family, chain string, m match, t target) string {
 	w := []string{"-A", chain}
 	add := func(words ...string) { w = append(w, words...) }
-	if m.dst.IsValid() {
-		add("-d", m.dst.String())
+	if m.dst.IsValid() && m.dst.Bits() > 0 {
+		add("-d", prefix(m.dst))
 	}
 	if m.in != "" {
 		add("-i", m.in)
@@ -266,6 +267,15 @@ func appendRule(f Family, chain string, m match, t target) string {
 		add("-j", chainPrefix+string(t))
 	}
 	return strings.Join(w, " ")
+}
+
+// prefix writes an IPv6 address that has an IPv4 one in it as inet_ntop(3) does.
+func prefix(p netip.Prefix) string {
+	b := p.Addr().As16()
+	if p.Addr().Is6() && [12]byte(b[:12]) == [12]byte{} && (b[12] != 0 || b[13] != 0) {
+		return fmt.Sprintf("::%s/%d", netip.AddrFrom4([4]byte(b[12:])), p.Bits())
+	}
+	return p.String()
 }
 
 func (b iptablesBackend) check(_ context.Context, f Family, tables []table) ([]string, error) {
