@@ -36,3 +36,55 @@ func TestRequestWaitsForMitmproxy(t *testing.T) {
 		t.Errorf("CHECK: %v", err)
 	}
 }
+
+func TestThousandConnectionsWaitForTheUpstream(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"iptables", "nftables"} {
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			n := netns.NewNode(t, bin)
+			n.Plugin["backend"] = backend
+			seen := echoWorld(n)
+			d := n.StartDaemon()
+			var pods []*netns.Pod
+			var hosts []*netns.Host
+			for _, name := range []string{"a", "b", "c", "d"} {
+				p := n.AddPod(name)
+				pods, hosts = append(pods, p), append(hosts, p.Host)
+			}
+			outcome := clients(patience(t), 250, random(200), hosts...)
+			netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pods...) == 1000 })
+			if got := n.SYNs(); got != 0 || seen.Load() != 0 || len(outcome) != 0 {
+				t.Errorf("%d SYNs left the pods, %d connections arrived, %d clients have ended; want none", got, seen.Load(), len(outcome))
+			}
+			startConnectProxy(n)
+			allWell(t, outcome, 1000)
+			if got := n.SYNs(); got != 0 {
+				t.Errorf("%d SYNs left the pods, want none", got)
+			}
+		})
+	}
+}
+
+// A container nested in the pod has a netns of its own; its packets are forwarded, not sent, by the pod.
+func TestNestedContainerIsCapturedAndWaits(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"iptables", "nftables"} {
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			n := netns.NewNode(t, bin)
+			n.Plugin["backend"] = backend
+			echoWorld(n)
+			d := n.StartDaemon()
+			pod := n.AddPod("dind")
+			inner := pod.Nested()
+			outcome := clients(patience(t), 20, random(200), inner)
+			netns.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 20 })
+			startConnectProxy(n)
+			allWell(t, outcome, 20)
+			if got := n.SYNs(); got != 0 {
+				t.Errorf("%d SYNs left the pod, want none", got)
+			}
+		})
+	}
+}
