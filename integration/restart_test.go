@@ -53,7 +53,7 @@ func TestUpstreamKilledWhileConnectionsWait(t *testing.T) {
 	// Stopped, it has a backlog that takes connections, and answers none: they are dialled and not answered.
 	proxy := startConnectProxy(n)
 	netns.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
-	proxy.Signal(19) // SIGSTOP
+	proxy.Freeze()
 	outcome := clients(patience(t), 50, random(64<<10), pod.Host)
 	netns.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 50 })
 	proxy.Kill()

@@ -81,9 +81,19 @@ func (p *Program) Signal(sig syscall.Signal) { _ = p.cmd.Process.Signal(sig) }
 
 // Kill ends the program with SIGKILL and waits for its end; a second time is harmless.
 func (p *Program) Kill() {
-	p.Signal(syscall.SIGCONT)
 	p.Signal(syscall.SIGKILL)
 	<-p.done
+}
+
+// Freeze stops the program with SIGSTOP and returns when it has stopped: it answers nothing more, while its
+// kernel still takes connections.
+func (p *Program) Freeze() {
+	p.tb.Helper()
+	p.Signal(syscall.SIGSTOP)
+	Eventually(p.tb, p.name+" has stopped", func() bool {
+		status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.Pid()))
+		return err == nil && bytes.Contains(status, []byte("State:\tT"))
+	})
 }
 
 // Stop ends the program with SIGTERM and waits for its end.
