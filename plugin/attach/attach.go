@@ -27,12 +27,16 @@ func ParseID(s string) (ID, error) {
 	return id, id.Validate()
 }
 
-// containerID is what the CNI spec allows, bounded so that a record's file name is one.
-var containerID = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,199}$`)
+// containerID is what the CNI spec allows. Lengths are checked apart: to compile `{0,199}` takes 0.5 ms, at
+// every start of the plugin.
+var containerID = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
+
+// maxContainerID keeps a record's file name a file name.
+const maxContainerID = 200
 
 // Validate reports an ID that cannot be a file name or stand in a rule.
 func (id ID) Validate() error {
-	if !containerID.MatchString(id.ContainerID) {
+	if len(id.ContainerID) > maxContainerID || !containerID.MatchString(id.ContainerID) {
 		return fmt.Errorf("container ID %q: want 1 to 200 letters, digits, '_', '.' or '-'", id.ContainerID)
 	}
 	return ruleset.ValidateInterface(id.IfName)
@@ -53,13 +57,16 @@ func (p Pod) String() string {
 }
 
 // podWord is what Kubernetes and podman use in names, and what can stand in a header.
-var podWord = regexp.MustCompile(`^[a-zA-Z0-9_.-]{0,253}$`)
+var podWord = regexp.MustCompile(`^[a-zA-Z0-9_.-]*$`)
+
+// maxPodWord is the longest name that Kubernetes has (RFC 1123 subdomain).
+const maxPodWord = 253
 
 // Validate reports a value that a header or an event could not carry.
 func (p Pod) Validate() error {
 	for _, w := range []struct{ key, value string }{{"namespace", p.Namespace}, {"name", p.Name}, {"UID", p.UID}} {
-		if !podWord.MatchString(w.value) {
-			return fmt.Errorf("pod %s %q: want letters, digits, '_', '.' or '-'", w.key, w.value)
+		if len(w.value) > maxPodWord || !podWord.MatchString(w.value) {
+			return fmt.Errorf("pod %s %q: want at most 253 letters, digits, '_', '.' or '-'", w.key, w.value)
 		}
 	}
 	return nil

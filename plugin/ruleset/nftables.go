@@ -64,22 +64,53 @@ var nftHooks = map[string]map[string]struct {
 }
 
 func (nftablesBackend) apply(_ context.Context, f Family, tables []table) error {
-	conn, err := nftables.New()
+	return replaceTables(f, tables, tables)
+}
+
+func (nftablesBackend) remove(_ context.Context, f Family, tables []table) error {
+	return replaceTables(f, tables, nil)
+}
+
+// replaceTables deletes those of old that are there and adds fresh, in one transaction.
+func replaceTables(f Family, old, fresh []table) error {
+	conn, err := nftables.New(nftables.AsLasting()) // the socket stays in the netns that it was opened in
 	if err != nil {
 		return fmt.Errorf("opening nftables: %w", err)
 	}
-	for _, t := range tables {
-		replaceTable(conn, f, t)
-	}
-	if err := conn.Flush(); err != nil { // one transaction
+	// Every one of the many answers is awaited with the help of a goroutine. To change to one from a locked
+	// thread and back takes two switches of threads, so none of it is done on this one.
+	done := make(chan error)
+	go func() { done <- transact(conn, f, old, fresh) }()
+	if err := errors.Join(<-done, conn.CloseLasting()); err != nil {
 		return fmt.Errorf("nftables %s: %w", f, err)
 	}
 	return nil
 }
 
-func replaceTable(conn *nftables.Conn, f Family, t table) {
-	deleteTable(conn, f, t)
-	nt := conn.AddTable(&nftables.Table{Family: nftFamily(f), Name: nftTablePrefix + t.name})
+func transact(conn *nftables.Conn, f Family, old, fresh []table) error {
+	have, err := conn.ListTablesOfFamily(nftFamily(f))
+	if err != nil {
+		return fmt.Errorf("listing tables: %w", err)
+	}
+	for _, t := range old {
+		// Only what is there, not add-then-delete: closing the socket waits for what was deleted to be freed,
+		// a grace period of RCU (nft_rcv_nl_event, net/netfilter/nf_tables_api.c), and that is 10 ms and more.
+		if slices.ContainsFunc(have, func(h *nftables.Table) bool { return h.Name == nftTablePrefix+t.name }) {
+			conn.DelTable(nftTable(f, t))
+		}
+	}
+	for _, t := range fresh {
+		addTable(conn, f, t)
+	}
+	return conn.Flush()
+}
+
+func nftTable(f Family, t table) *nftables.Table {
+	return &nftables.Table{Family: nftFamily(f), Name: nftTablePrefix + t.name}
+}
+
+func addTable(conn *nftables.Conn, f Family, t table) {
+	nt := conn.AddTable(nftTable(f, t))
 	for _, c := range t.chains {
 		conn.AddChain(&nftables.Chain{Table: nt, Name: chainPrefix + c.name})
 	}
@@ -96,25 +127,6 @@ func replaceTable(conn *nftables.Conn, f Family, t table) {
 	}
 }
 
-// deleteTable adds the table first: deleting one that is not there would fail the transaction.
-func deleteTable(conn *nftables.Conn, f Family, t table) {
-	conn.DelTable(conn.AddTable(&nftables.Table{Family: nftFamily(f), Name: nftTablePrefix + t.name}))
-}
-
-func (nftablesBackend) remove(_ context.Context, f Family, tables []table) error {
-	conn, err := nftables.New()
-	if err != nil {
-		return fmt.Errorf("opening nftables: %w", err)
-	}
-	for _, t := range tables {
-		deleteTable(conn, f, t)
-	}
-	if err := conn.Flush(); err != nil {
-		return fmt.Errorf("nftables %s: %w", f, err)
-	}
-	return nil
-}
-
 func (nftablesBackend) check(_ context.Context, f Family, tables []table) ([]string, error) {
 	conn, err := nftables.New()
 	if err != nil {
@@ -122,7 +134,7 @@ func (nftablesBackend) check(_ context.Context, f Family, tables []table) ([]str
 	}
 	var drift []string
 	for _, t := range tables {
-		nt := &nftables.Table{Family: nftFamily(f), Name: nftTablePrefix + t.name}
+		nt := nftTable(f, t)
 		for _, c := range t.chains {
 			d, err := checkChain(conn, f, nt, chainPrefix+c.name, c.rules)
 			if err != nil {
