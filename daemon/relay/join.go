@@ -35,11 +35,11 @@ func (j *junction) run(ctx context.Context, first []byte) {
 	defer stop()
 	answered := make(chan struct{})
 	var wg sync.WaitGroup
-	wg.Go(func() { j.toUpstream(answered) })
 	wg.Go(func() {
 		defer close(answered)
 		j.toApp(first)
 	})
+	j.toUpstream(answered)
 	wg.Wait()
 	j.close()
 }
@@ -56,9 +56,11 @@ func (j *junction) toUpstream(answered <-chan struct{}) {
 }
 
 func (j *junction) toApp(first []byte) {
-	if _, err := j.app.Write(first); err != nil {
-		j.reset()
-		return
+	if len(first) > 0 {
+		if _, err := j.app.Write(first); err != nil {
+			j.reset()
+			return
+		}
 	}
 	if _, err := io.Copy(j.app, j.up); err != nil {
 		j.reset()

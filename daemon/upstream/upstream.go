@@ -12,8 +12,6 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -44,9 +42,9 @@ type Upstream struct {
 	address  string
 	protocol config.Protocol
 	log      *slog.Logger
-	spares   chan spare // unbuffered: one is either watched or taken
 
 	mu     sync.Mutex
+	spare  *spare        // nil while there is none
 	ready  chan struct{} // closed while the upstream is there
 	since  time.Time
 	reason string // why it is not, or what is wrong with what it answers
@@ -55,7 +53,7 @@ type Upstream struct {
 // New describes an upstream. It is late until Run has found it.
 func New(c config.Upstream, log *slog.Logger) *Upstream {
 	return &Upstream{
-		address: c.Address, protocol: c.Protocol, log: log, spares: make(chan spare),
+		address: c.Address, protocol: c.Protocol, log: log,
 		ready: make(chan struct{}), since: time.Now(), reason: "not looked for yet",
 	}
 }
@@ -82,55 +80,39 @@ func (u *Upstream) Run(ctx context.Context) error {
 	return nil
 }
 
-// spare is a connection on which nothing has been asked yet, and somebody watches for its end.
-type spare struct {
-	conn  *net.TCPConn
-	ended chan struct{}
-}
-
-// offer holds conn out until it is taken, or has ended, or ctx has; it tells whether it was taken.
-func (u *Upstream) offer(ctx context.Context, conn *net.TCPConn) (taken bool) {
-	s := spare{conn, make(chan struct{})}
+// offer holds conn out until it is used, or has ended, or ctx has; it tells whether it was used.
+func (u *Upstream) offer(ctx context.Context, conn *net.TCPConn) (used bool) {
+	s := newSpare(conn)
 	go s.watch()
+	u.swapSpare(s)
 	select {
-	case u.spares <- s:
+	case <-s.used:
 		return true
 	case <-s.ended:
 	case <-ctx.Done():
-		s.unwatch()
+	}
+	if u.swapSpare(nil) == nil {
+		return true // taken at the last moment
 	}
 	_ = conn.Close() // nothing was asked on it
+	<-s.ended
 	return false
 }
 
-// watch ends when the upstream has closed the connection, or at unwatch.
-func (s spare) watch() {
-	defer close(s.ended)
-	raw, err := s.conn.SyscallConn()
-	if err != nil {
-		return
-	}
-	_ = raw.Read(func(fd uintptr) bool { // only looks: what is there belongs to whoever takes it
-		_, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
-		return !errors.Is(err, unix.EAGAIN)
-	})
+func (u *Upstream) swapSpare(s *spare) (was *spare) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	was, u.spare = u.spare, s
+	return was
 }
 
-func (s spare) unwatch() {
-	_ = s.conn.SetReadDeadline(time.Unix(1, 0))
-	<-s.ended
-	_ = s.conn.SetReadDeadline(time.Time{})
-}
-
-// connect returns the spare connection, or a new one.
-func (u *Upstream) connect(ctx context.Context) (*net.TCPConn, error) {
-	select {
-	case s := <-u.spares:
-		s.unwatch()
-		return s.conn, nil
-	default:
-		return u.dial(ctx)
+// connect returns the spare connection, or a new one; line is to ask on it, until the answer is there.
+func (u *Upstream) connect(ctx context.Context) (conn *net.TCPConn, line net.Conn, err error) {
+	if s := u.swapSpare(nil); s != nil {
+		return s.TCPConn, s, nil
 	}
+	conn, err = u.dial(ctx)
+	return conn, conn, err
 }
 
 func (u *Upstream) dial(ctx context.Context) (*net.TCPConn, error) {
@@ -222,7 +204,7 @@ func (u *Upstream) HalfClose() bool { return u.protocol == config.SOCKS5 }
 // destination has sent already. The error is one of the three above, or that of ctx. dialled is called
 // when the upstream's kernel has accepted the connection.
 func (u *Upstream) Connect(ctx context.Context, req Request, dialled func()) (*net.TCPConn, []byte, error) {
-	conn, err := u.connect(ctx)
+	conn, line, err := u.connect(ctx)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w: %w", ErrLate, err)
 	}
@@ -233,7 +215,7 @@ func (u *Upstream) Connect(ctx context.Context, req Request, dialled func()) (*n
 	}
 	_ = conn.SetDeadline(time.Now().Add(answerTimeout)) // fails only on a closed connection, as the next call will
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
-	first, err := ask(conn, req)
+	first, err := ask(line, req)
 	stop()
 	if err == nil {
 		err = conn.SetDeadline(time.Time{})
