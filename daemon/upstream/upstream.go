@@ -10,7 +10,10 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -116,7 +119,12 @@ func (u *Upstream) connect(ctx context.Context) (conn *net.TCPConn, line net.Con
 }
 
 func (u *Upstream) dial(ctx context.Context) (*net.TCPConn, error) {
-	d := net.Dialer{Timeout: dialTimeout}
+	d := net.Dialer{Timeout: dialTimeout, Control: func(_, _ string, raw syscall.RawConn) error {
+		return raw.Control(func(fd uintptr) {
+			// As for the listeners (package gate): no pacing within the node.
+			_ = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
+		})
+	}}
 	conn, err := d.DialContext(ctx, "tcp", u.address)
 	if err != nil {
 		return nil, err
