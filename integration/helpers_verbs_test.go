@@ -51,15 +51,20 @@ func (p *recordingProxy) serve(c net.Conn) {
 	p.mu.Lock()
 	p.seen = append(p.seen, req)
 	p.mu.Unlock()
+	connectTo(p.node, c, in, req.Host, "HTTP/1.1 200 OK\r\n\r\n", "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
+}
+
+// connectTo dials a destination for c, says how that went, and carries bytes both ways until both have ended.
+func connectTo(n *netns.Node, c net.Conn, in io.Reader, destination, well, refused string) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
-	to, err := p.node.Dial(ctx, "tcp", req.Host)
+	to, err := n.Dial(ctx, "tcp", destination)
 	if err != nil {
-		fmt.Fprintf(c, "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
+		fmt.Fprint(c, refused)
 		return
 	}
 	defer to.Close() //nolint:errcheck // both ways have ended
-	fmt.Fprintf(c, "HTTP/1.1 200 OK\r\n\r\n")
+	fmt.Fprint(c, well)
 	go func() {
 		_, _ = io.Copy(to, in) // ends with the other way
 		_ = to.(*net.TCPConn).CloseWrite()
