@@ -65,11 +65,14 @@ func connectTo(n *netns.Node, c net.Conn, in io.Reader, destination, well, refus
 	}
 	defer to.Close() //nolint:errcheck // both ways have ended
 	fmt.Fprint(c, well)
-	go func() {
-		_, _ = io.Copy(to, in) // ends with the other way
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
+		_, _ = io.Copy(to, in) // however it ends, its ends tell
 		_ = to.(*net.TCPConn).CloseWrite()
-	}()
+	})
 	_, _ = io.Copy(c, to)
+	_ = c.(*net.TCPConn).CloseWrite()
 }
 
 // requests are those that were made so far.
