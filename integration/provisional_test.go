@@ -1,0 +1,191 @@
+package integration
+
+import (
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+
+	"github.com/sluice-cni/sluice/daemon/agent"
+	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/upstream"
+	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// journey is a connection on its way to a server that tells which address it comes from.
+type journey struct {
+	from, to string
+	caller   chan string // or the error
+}
+
+// setOut connects from h and waits for the server's word, for as long as it takes.
+func setOut(t *testing.T, h *netns.Host, to string) journey {
+	t.Helper()
+	j := journey{h.Name, to, make(chan string, 1)}
+	ctx := patience(t)
+	go func() {
+		caller, err := callerAt(ctx, h, to)
+		if err != nil {
+			caller = err.Error()
+		}
+		j.caller <- caller
+	}()
+	return j
+}
+
+// wantFrom fails the test unless the server sees the connection come from want.
+func (j journey) wantFrom(t *testing.T, want string) {
+	t.Helper()
+	if got := <-j.caller; got != want {
+		t.Errorf("from %s to %s: got %q; want a connection from %s", j.from, j.to, got, want)
+	}
+}
+
+// waitForSYNs waits until n connections from h have sent their SYNs and got no answer.
+func waitForSYNs(t *testing.T, h *netns.Host, n int) {
+	t.Helper()
+	netns.Eventually(t, fmt.Sprintf("%d SYNs wait", n), func() bool {
+		return strings.Count(h.Exec("ss", "--no-header", "--tcp", "--numeric", "state", "syn-sent"), "\n") == n
+	})
+}
+
+// webAddresses are the world's, in both families.
+var webAddresses = []string{netns.WorldIPv4 + ":80", "[" + netns.WorldIPv6 + "]:80"}
+
+// caller is who the server at a destination sees: the pod itself, for containers in it too, or the node.
+func caller(pod *netns.Pod, destination, way string) string {
+	switch ipv6 := strings.HasPrefix(destination, "["); {
+	case way == captured && ipv6:
+		return nodeIPv6
+	case way == captured:
+		return nodeIPv4
+	case ipv6:
+		return pod.IPv6
+	default:
+		return pod.IPv4
+	}
+}
+
+// TestProvisionalPodThatIsNotCaptured: its connections, and those of containers in it, go where they would have
+// gone without sluice. The plugin and the agent are the real ones; the decision is given here, for capture.source
+// has no value yet that leaves a pod alone.
+func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			n := netns.NewNode(t, bin)
+			serveCaller(n.World, ":80")
+			pod := f.addPod(t, n, "early", nil)
+			nested := pod.Nested()
+			var journeys []journey
+			for _, address := range webAddresses {
+				journeys = append(journeys, setOut(t, pod.Host, address), setOut(t, nested, address))
+			}
+			waitForSYNs(t, pod.Host, 2)
+			waitForSYNs(t, nested, 2)
+			if got := n.SYNs(); got != 0 {
+				t.Errorf("%d SYNs left the pod before anybody decided, want none", got)
+			}
+
+			leaveAlone(t, n)
+			for _, j := range journeys {
+				j.wantFrom(t, caller(pod, j.to, straight))
+			}
+			if left := traces(pod.Host); left != "" {
+				t.Errorf("left in the netns:\n%s", left)
+			}
+			if r := n.Records(); len(r) != 1 || r[0].State != attach.Passed || r[0].Installed != nil {
+				t.Errorf("got records %s, want one of a pod that is not captured", netns.JSON(r))
+			}
+			// The daemon that runs from now on has nothing to do with it.
+			n.StartDaemon()
+			for _, address := range webAddresses {
+				wantWay(t, pod, address, straight)
+			}
+			if left := traces(pod.Host); left != "" {
+				t.Errorf("the daemon brought back:\n%s", left)
+			}
+		})
+	}
+}
+
+// leaveAlone settles the node's provisional attachments as a daemon does whose source says "not captured".
+func leaveAlone(t *testing.T, n *netns.Node) {
+	t.Helper()
+	log := slog.New(slog.DiscardHandler)
+	decide := func(attach.Attachment, []string) (attach.Decision, error) {
+		return attach.Decision{Reason: "it did not opt in"}, nil
+	}
+	up := upstream.New(config.Upstream{Address: netns.ProxyAddress, Protocol: config.Connect}, log)
+	agent.New(decide, attach.NewStore(n.StateDir()), up, log).Reconcile(t.Context())
+}
+
+// TestProvisionalPodsGoTheirWays: whatever the daemon's configuration and the annotations exclude goes straight
+// when the daemon comes, and the rest through the proxy; the dropped SYN's conntrack entry is not in the way.
+func TestProvisionalPodsGoTheirWays(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			n := newSelectiveNode(t)
+			var journeys []journey
+			var wants []string
+			for i, c := range excluding {
+				annotations := map[string]string{}
+				for k, v := range c.annotations {
+					annotations["sluice.dev/"+k] = v
+				}
+				pod := f.addPod(t, n, fmt.Sprint("pod", i), annotated(n, annotations))
+				nested := pod.Nested()
+				waiting := 0
+				for destination, way := range c.want {
+					if strings.HasPrefix(destination, linkLocalIPv4) {
+						continue // goes straight before anybody decides
+					}
+					journeys = append(journeys, setOut(t, pod.Host, destination), setOut(t, nested, destination))
+					want := caller(pod, destination, way)
+					wants = append(wants, want, want)
+					waiting++
+				}
+				waitForSYNs(t, pod.Host, waiting)
+				waitForSYNs(t, nested, waiting)
+			}
+			if got := n.SYNs(); got != 0 {
+				t.Errorf("%d SYNs left the pods before anybody decided, want none", got)
+			}
+			n.StartDaemon()
+			for i, j := range journeys {
+				j.wantFrom(t, wants[i])
+			}
+		})
+	}
+}
+
+// TestProvisionalNestedContainer waits like its pod, first for the daemon and then for the upstream.
+func TestProvisionalNestedContainer(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			n := netns.NewNode(t, bin)
+			seen := echoWorld(n)
+			pod := f.addPod(t, n, "dind", nil)
+			inner := pod.Nested()
+			outcome := clients(patience(t), 10, random(16<<10), inner, pod.Host)
+			waitForSYNs(t, pod.Host, 10)
+			waitForSYNs(t, inner, 10)
+			d := n.StartDaemon()
+			netns.Eventually(t, "all of them wait for the upstream", func() bool { return d.Of(pod).Waiting == 20 })
+			if got := seen.Load(); got != 0 || len(outcome) != 0 {
+				t.Errorf("%d connections have arrived, %d have ended; want none", got, len(outcome))
+			}
+			startConnectProxy(n)
+			allWell(t, outcome, 20)
+			if got := n.SYNs(); got != 0 {
+				t.Errorf("%d SYNs left the pod, want none", got)
+			}
+		})
+	}
+}
