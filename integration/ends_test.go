@@ -252,6 +252,26 @@ func TestClosedAppIsLetGo(t *testing.T) {
 	}
 }
 
+// TestClosedAppIsForgottenWhateverTheUpstreamDoes: mitmproxy 8.1.1 never closes such a connection, and nobody
+// is left who could hear what it still has to say.
+func TestClosedAppIsForgottenWhateverTheUpstreamDoes(t *testing.T) {
+	t.Parallel()
+	for _, c := range []endsCase{throughMitm, throughMitm5} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			chat := c.begin(t, netns.WorldIPv4, false)
+			if err := chat.app.Close(); err != nil {
+				t.Fatal(err)
+			}
+			wantEnd(t, chat.server)
+			if err := chat.server.Close(); err != nil {
+				t.Fatal(err)
+			}
+			chat.letGo(t)
+		})
+	}
+}
+
 // TestAppThatClosesInTheMiddle: a server that still sends learns that nobody reads.
 func TestAppThatClosesInTheMiddle(t *testing.T) {
 	t.Parallel()
