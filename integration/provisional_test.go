@@ -53,20 +53,6 @@ func waitForSYNs(t *testing.T, h *netns.Host, n int) {
 // webAddresses are the world's, in both families.
 var webAddresses = []string{netns.WorldIPv4 + ":80", "[" + netns.WorldIPv6 + "]:80"}
 
-// caller is who the server at a destination sees: the pod itself, for containers in it too, or the node.
-func caller(pod *netns.Pod, destination, way string) string {
-	switch ipv6 := strings.HasPrefix(destination, "["); {
-	case way == captured && ipv6:
-		return nodeIPv6
-	case way == captured:
-		return nodeIPv4
-	case ipv6:
-		return pod.IPv6
-	default:
-		return pod.IPv4
-	}
-}
-
 // TestProvisionalPodThatIsNotCaptured: its connections, and those of containers in it, go where they would have
 // gone without sluice. The plugin and the agent are the real ones; the decision is given here, for capture.source
 // has no value yet that leaves a pod alone.

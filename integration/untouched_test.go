@@ -109,14 +109,24 @@ func TestExclusions(t *testing.T) {
 	}
 }
 
+// caller is who the server at a destination sees: the pod itself, for containers in it too, or the node.
+func caller(pod *netns.Pod, destination, way string) string {
+	switch ipv6 := strings.HasPrefix(destination, "["); {
+	case way == captured && ipv6:
+		return nodeIPv6
+	case way == captured:
+		return nodeIPv4
+	case ipv6:
+		return pod.IPv6
+	default:
+		return pod.IPv4
+	}
+}
+
 // wantWay fails the test unless the connection is captured, or goes straight.
 func wantWay(t *testing.T, pod *netns.Pod, destination, want string) {
 	t.Helper()
-	caller := map[string]string{straight: pod.IPv4, captured: nodeIPv4}
-	if strings.HasPrefix(destination, "[") {
-		caller = map[string]string{straight: pod.IPv6, captured: nodeIPv6}
-	}
-	wantCaller(t, pod.Host, destination, caller[want])
+	wantCaller(t, pod.Host, destination, caller(pod, destination, want))
 }
 
 func TestIncludePorts(t *testing.T) {
