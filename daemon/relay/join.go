@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"os"
 	"sync"
 	"time"
 
@@ -14,11 +15,13 @@ import (
 // junction joins an app's connection and the one to the upstream. It owns both.
 type junction struct {
 	app, up *net.TCPConn
-	// ending is called once, before the connections are closed.
-	ending func()
-	// appState, if set, means that the upstream cannot be told of the end of one direction alone: it
-	// would drop what the other still carries.
+	// ending is called once, before the connections are closed, with the bytes that were carried.
+	ending func(bytes uint64)
+	// appState looks at the app's socket.
 	appState func() gate.AppState
+	// halfClose means that the upstream can be told of the end of one direction alone. One that cannot
+	// would drop what the other still carries.
+	halfClose bool
 
 	once sync.Once
 }
@@ -34,39 +37,47 @@ func (j *junction) run(ctx context.Context, first []byte) {
 	stop := context.AfterFunc(ctx, j.reset)
 	defer stop()
 	answered := make(chan struct{})
+	var up, down int64
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		defer close(answered)
-		j.toApp(first)
+		down = j.toApp(first)
 	})
-	j.toUpstream(answered)
+	up = j.toUpstream(answered)
 	wg.Wait()
-	j.close()
+	j.close(uint64(up + down))
 }
 
-func (j *junction) toUpstream(answered <-chan struct{}) {
-	if _, err := io.Copy(j.up, j.app); err != nil {
+// toUpstream returns when nothing more will go that way, and nobody needs to look after the other.
+func (j *junction) toUpstream(answered <-chan struct{}) int64 {
+	n, err := io.Copy(j.up, j.app)
+	if err != nil {
 		j.reset()
-		return
+		return n
 	}
-	if j.appState != nil {
+	if !j.halfClose {
 		j.holdFIN(answered)
 	}
 	j.passEnd(j.up)
+	j.attend(answered)
+	return n
 }
 
-func (j *junction) toApp(first []byte) {
+func (j *junction) toApp(first []byte) int64 {
 	if len(first) > 0 {
 		if _, err := j.app.Write(first); err != nil {
 			j.reset()
-			return
+			return 0
 		}
 	}
-	if _, err := io.Copy(j.app, j.up); err != nil {
+	n, err := io.Copy(j.app, j.up)
+	switch {
+	case err == nil:
+		j.passEnd(j.app)
+	case !errors.Is(err, os.ErrDeadlineExceeded): // attend sets one
 		j.reset()
-		return
 	}
-	j.passEnd(j.app)
+	return n + int64(len(first))
 }
 
 // passEnd sends the FIN on.
@@ -79,16 +90,16 @@ func (j *junction) passEnd(to *net.TCPConn) {
 // reset ends both connections with a RST.
 func (j *junction) reset() {
 	j.once.Do(func() {
-		j.ending()
+		j.ending(carried(j.app))
 		reset(j.app)
 		reset(j.up)
 	})
 }
 
-func (j *junction) close() {
+// close ends both connections; what is still in the send buffers arrives.
+func (j *junction) close(bytes uint64) {
 	j.once.Do(func() {
-		j.ending()
-		// Both ways have ended; what is still in the send buffers arrives.
+		j.ending(bytes)
 		_ = errors.Join(j.app.SetLinger(-1), j.up.SetLinger(-1), j.app.Close(), j.up.Close())
 	})
 }
@@ -101,25 +112,42 @@ const (
 )
 
 // holdFIN returns when the app's FIN may be passed on: the other way has ended, the app does not wait for
-// it any more, or it has been quiet for long. The app's close is no event here, so it is asked for.
+// it any more, or it has been quiet for long.
 func (j *junction) holdFIN(answered <-chan struct{}) {
 	last, since := delivered(j.app), time.Now()
-	for wait := time.Millisecond; ; wait = min(2*wait, time.Second) {
+	poll(answered, func() (over bool) {
 		quiet := quietUnknown
 		switch j.appState() {
 		case gate.AppClosed:
-			return
+			return true
 		case gate.AppOpen:
 			quiet = quietOpen
 		}
 		if now := delivered(j.app); now != last {
 			last, since = now, time.Now()
 		}
-		if time.Since(since) > quiet {
-			return
+		return time.Since(since) > quiet
+	})
+}
+
+// attend ends the other way once the app is gone and all that it sent has arrived: an upstream that never ends
+// its side would keep both connections for ever. mitmproxy 8.1.1 is one, where the client has ended first.
+func (j *junction) attend(answered <-chan struct{}) {
+	poll(answered, func() (over bool) {
+		// Of an app that is not known to be gone, its kernel may answer a keepalive with a reset.
+		gone := state(j.app) == tcpClose || state(j.up) == tcpFinWait2 && j.appState() == gate.AppClosed
+		if gone {
+			_ = j.up.SetReadDeadline(time.Unix(1, 0)) // fails only if that way has ended
 		}
+		return gone
+	})
+}
+
+// poll calls look until it is over, or until done: that the app has closed is no event here, so it is asked for.
+func poll(done <-chan struct{}, look func() (over bool)) {
+	for wait := time.Millisecond; !look(); wait = min(2*wait, time.Second) {
 		select {
-		case <-answered:
+		case <-done:
 			return
 		case <-time.After(wait):
 		}

@@ -30,7 +30,10 @@ type ends struct {
 func joined(t *testing.T, first string, appState func() gate.AppState) *ends {
 	t.Helper()
 	e := &ends{done: make(chan struct{})}
-	j := junction{appState: appState, ending: func() { e.ended.Add(1) }}
+	j := junction{appState: appState, halfClose: appState == nil, ending: func(uint64) { e.ended.Add(1) }}
+	if appState == nil {
+		j.appState = func() gate.AppState { return gate.AppUnknown }
+	}
 	e.app, j.app = pair(t)
 	e.up, j.up = pair(t)
 	var ctx context.Context

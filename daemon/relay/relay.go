@@ -52,8 +52,8 @@ type Pod struct {
 
 	waiting atomic.Int64
 	mu      sync.Mutex
-	open    map[*net.TCPConn]uint64 // to the upstream; what it took to get there, in bytes
-	bytes   uint64                  // of connections that have ended
+	open    map[*net.TCPConn]struct{} // the apps'
+	bytes   uint64                    // of connections that have ended
 }
 
 // Counts are what a pod's connections come to.
@@ -68,27 +68,26 @@ func (p *Pod) Counts() Counts {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	c := Counts{Waiting: int(p.waiting.Load()), Open: len(p.open), Bytes: p.bytes}
-	for conn, before := range p.open {
-		c.Bytes += carriedSince(conn, before)
+	for conn := range p.open {
+		c.Bytes += carried(conn)
 	}
 	return c
 }
 
-// opened counts conn from now on; of what it has carried, only first was not the upstream's own.
-func (p *Pod) opened(conn *net.TCPConn, first []byte) {
+func (p *Pod) opened(app *net.TCPConn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.open == nil {
-		p.open = map[*net.TCPConn]uint64{}
+		p.open = map[*net.TCPConn]struct{}{}
 	}
-	p.open[conn] = carried(conn) - uint64(len(first))
+	p.open[app] = struct{}{}
 }
 
-func (p *Pod) closed(conn *net.TCPConn) {
+func (p *Pod) closed(app *net.TCPConn, bytes uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.bytes += carriedSince(conn, p.open[conn])
-	delete(p.open, conn)
+	p.bytes += bytes
+	delete(p.open, app)
 }
 
 // Serve accepts what comes through g until g is closed, then until ctx ends, and returns when the last
@@ -175,11 +174,13 @@ func (r *Relay) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, pod 
 	}
 	slot.leave()
 	log.Debug("connection relayed", "to", dst.String())
-	pod.opened(up, first)
-	j := junction{app: conn, up: up, ending: func() { pod.closed(up) }}
-	if !r.upstream.HalfClose() {
-		src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
-		j.appState = func() gate.AppState { return g.AppState(netip.AddrPortFrom(src.Addr().Unmap(), src.Port()), dst) }
+	pod.opened(conn)
+	src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
+	src = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
+	j := junction{
+		app: conn, up: up, halfClose: r.upstream.HalfClose(),
+		ending:   func(bytes uint64) { pod.closed(conn, bytes) },
+		appState: func() gate.AppState { return g.AppState(src, dst) },
 	}
 	j.run(ctx, first)
 }
@@ -263,14 +264,23 @@ func permitted(dst netip.AddrPort) error {
 	return nil
 }
 
+// TCP states, net/tcp_states.h.
+const (
+	tcpFinWait2 = 5
+	tcpClose    = 7
+)
+
 // ended tells whether the app has reset its connection. One that has only shut its side down may have
 // bytes waiting for the upstream.
-func ended(conn *net.TCPConn) bool {
-	info, err := tcpInfo(conn)
-	return err != nil || info.State == tcpClose
-}
+func ended(conn *net.TCPConn) bool { return state(conn) == tcpClose }
 
-const tcpClose = 7 // TCP_CLOSE, net/tcp_states.h
+func state(conn *net.TCPConn) uint8 {
+	info, err := tcpInfo(conn)
+	if err != nil {
+		return tcpClose
+	}
+	return info.State
+}
 
 // untilEnded returns true once the app has reset conn, false at the read deadline.
 func untilEnded(conn *net.TCPConn) bool {
@@ -302,11 +312,6 @@ func carried(conn *net.TCPConn) uint64 {
 		return 0
 	}
 	return info.Bytes_acked + info.Bytes_received
-}
-
-// carriedSince is nothing where the kernel cannot be asked any more.
-func carriedSince(conn *net.TCPConn, before uint64) uint64 {
-	return max(carried(conn), before) - before
 }
 
 func pause(ctx context.Context, d time.Duration) {

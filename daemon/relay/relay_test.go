@@ -52,7 +52,7 @@ func TestCounts(t *testing.T) {
 	t.Parallel()
 	far, near := pair(t)
 	var p Pod
-	p.opened(near, nil)
+	p.opened(near)
 	p.waiting.Add(2)
 	send(t, far, "four")
 	checkReads(t, "near", near, "four")
@@ -60,7 +60,7 @@ func TestCounts(t *testing.T) {
 	checkReads(t, "far", far, "three")
 	want := Counts{Waiting: 2, Open: 1, Bytes: 9}
 	netns.Eventually(t, "all bytes are acknowledged and counted", func() bool { return p.Counts() == want })
-	p.closed(near)
+	p.closed(near, 9)
 	want.Open = 0
 	if got := p.Counts(); got != want {
 		t.Errorf("after its end: got %+v, want %+v", got, want)
