@@ -18,13 +18,12 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/config"
-	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 func runCommand() *cobra.Command {
-	var file string
+	var file, kubeconfig string
 	var level slog.Level
 	c := &cobra.Command{
 		Use:   "run --config FILE",
@@ -36,36 +35,46 @@ func runCommand() *cobra.Command {
 				return err
 			}
 			log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
-			return serve(cmd.Context(), conf, log)
+			return serve(cmd.Context(), conf, kubeconfig, log)
 		},
 	}
 	c.Flags().StringVar(&file, "config", "/etc/sluice/config.yaml", "configuration file")
+	c.Flags().StringVar(&kubeconfig, "kubeconfig", "", "how to reach the API server, outside of a pod (with capture.source: kubernetes)")
 	c.Flags().TextVar(&level, "log-level", slog.LevelInfo, "DEBUG, INFO, WARN or ERROR")
 	return c
 }
 
 // serve runs every part of the daemon until ctx ends or one of them fails.
-func serve(ctx context.Context, conf config.Config, log *slog.Logger) error {
+func serve(ctx context.Context, conf config.Config, kubeconfig string, log *slog.Logger) error {
+	source := everything(conf)
+	var locate func() (string, error)
+	var run []func(context.Context) error
+	if conf.Capture.Source == config.Kubernetes {
+		node, err := newNode(kubeconfig, conf, log)
+		if err != nil {
+			return err
+		}
+		source, locate = labelled{node, conf}, node.Locate
+		run = append(run, node.Run)
+	}
 	socket, err := agent.Listen(conf.AgentSocket)
 	if err != nil {
 		return err
 	}
-	up := upstream.New(conf.Upstream, log)
-	decide := func(a attach.Attachment, interfaces []string) (attach.Decision, error) {
-		return optin.Decide(conf, a, interfaces)
-	}
-	agent := agent.New(decide, attach.NewStore(conf.StateDir), up, log)
+	up := upstream.New(conf.Upstream, locate, log)
+	agent := agent.New(source, attach.NewStore(conf.StateDir), up, log)
 	// Before the first call is answered: what was captured has its listeners again.
 	agent.Reconcile(ctx)
 	log.Info("sluiced is up", "version", gitVersion, "agentSocket", conf.AgentSocket,
-		"upstream", conf.Upstream.Address, "protocol", string(conf.Upstream.Protocol))
+		"upstream", conf.Upstream.String(), "protocol", string(conf.Upstream.Protocol))
 
-	parts, ctx := errgroup.WithContext(ctx)
-	parts.Go(func() error { return up.Run(ctx) })
-	parts.Go(func() error { return agent.Run(ctx) })
-	parts.Go(func() error { return agent.Serve(ctx, socket) })
+	run = append(run, up.Run, agent.Run, func(ctx context.Context) error { return agent.Serve(ctx, socket) })
 	if conf.MetricsAddress != "" {
-		parts.Go(func() error { return serveMetrics(ctx, conf.MetricsAddress, agentMetrics(agent)) })
+		run = append(run, func(ctx context.Context) error { return serveMetrics(ctx, conf.MetricsAddress, agentMetrics(agent)) })
+	}
+	parts, ctx := errgroup.WithContext(ctx)
+	for _, part := range run {
+		parts.Go(func() error { return part(ctx) })
 	}
 	return parts.Wait()
 }

@@ -104,8 +104,8 @@ func leaveAlone(t *testing.T, n *netns.Node) {
 	decide := func(attach.Attachment, []string) (attach.Decision, error) {
 		return attach.Decision{Reason: "it did not opt in"}, nil
 	}
-	up := upstream.New(config.Upstream{Address: netns.ProxyAddress, Protocol: config.Connect}, log)
-	agent.New(decide, attach.NewStore(n.StateDir()), up, log).Reconcile(t.Context())
+	up := upstream.New(config.Upstream{Address: netns.ProxyAddress, Protocol: config.Connect}, nil, log)
+	agent.New(agent.Decide(decide), attach.NewStore(n.StateDir()), up, log).Reconcile(t.Context())
 }
 
 // TestProvisionalPodsGoTheirWays: whatever the daemon's configuration and the annotations exclude goes straight

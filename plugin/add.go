@@ -82,9 +82,13 @@ func (p *pod) decide(ctx context.Context) (attach.Decision, error) {
 	var refused *attach.RefusedError
 	switch {
 	case err == nil:
-		p.record.State = attach.Passed
-		if d.Capture {
+		switch {
+		case d.Provisional:
+			p.record.State = attach.Provisional
+		case d.Capture:
 			p.record.State = attach.Captured
+		default:
+			p.record.State = attach.Passed
 		}
 		return d, nil
 	case errors.As(err, &refused) && refused.Final:

@@ -5,84 +5,93 @@ package agent
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"maps"
-	"os"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/daemon/relay"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// reconcileInterval is how often records and netns are looked at for what nobody told.
-const reconcileInterval = time.Second
-
-// Decide says what becomes of an attachment, given every interface through which its container is
-// attached. An error is final for this attachment as it is.
-type Decide func(a attach.Attachment, interfaces []string) (attach.Decision, error)
+const (
+	// reconcileInterval is how often records and netns are looked at for what nobody told.
+	reconcileInterval = time.Second
+	// reconsiderInterval is how often what failed to be brought in line is tried again.
+	reconsiderInterval = 10 * time.Second
+)
 
 // Agent is the daemon's part of the conversation with the plugin.
 type Agent struct {
-	decide   Decide
+	source   Source
 	store    attach.Store
 	upstream *upstream.Upstream
 	relay    *relay.Relay
 	log      *slog.Logger
 	serving  sync.WaitGroup // relays, one for each gate
 
-	mu      sync.Mutex
+	mu      sync.Mutex // guards the maps, and what is in a netns; held for moments
 	netns   map[attach.NetnsID]*netns
 	byID    map[attach.ID]*netns
-	watched time.Time // the state of the record directory at the last look
+	told    map[string]string // what was last reported of each pod
+	watched time.Time         // the state of the record directory at the last look
 }
 
 // netns is a network namespace with everything attached to it; nearly always one attachment.
 type netns struct {
-	id          attach.NetnsID
+	id attach.NetnsID
+	// changing is held while somebody decides about the netns or changes it, which may take seconds; nobody
+	// who holds Agent.mu waits for it.
+	changing sync.Mutex
+
 	attachments map[attach.ID]*attach.Record
 	gate        *gate.Gate // nil when not captured, or when it could not be opened
 	pod         *relay.Pod
+	ctx         context.Context // of what is relayed
 	stop        context.CancelFunc
 	trouble     string // why it is not as its record says
 }
 
 // New makes an agent without attachments.
-func New(decide Decide, store attach.Store, up *upstream.Upstream, log *slog.Logger) *Agent {
+func New(source Source, store attach.Store, up *upstream.Upstream, log *slog.Logger) *Agent {
 	return &Agent{
-		decide: decide, store: store, upstream: up, relay: relay.New(up, log), log: log,
-		netns: map[attach.NetnsID]*netns{}, byID: map[attach.ID]*netns{},
+		source: source, store: store, upstream: up, relay: relay.New(up, log), log: log,
+		netns: map[attach.NetnsID]*netns{}, byID: map[attach.ID]*netns{}, told: map[string]string{},
 	}
 }
 
-// Run takes up what is recorded and then keeps up with it until ctx ends. It closes every gate before it
-// returns; the rules stay, so connections wait for the next daemon.
+// Run takes up what is recorded and then keeps up with it, and with what the source wants, until ctx ends. It
+// closes every gate before it returns; the rules stay, so connections wait for the next daemon.
 func (a *Agent) Run(ctx context.Context) error {
-	tick := time.NewTicker(reconcileInterval)
-	defer tick.Stop()
+	reconcile, reconsider := time.NewTicker(reconcileInterval), time.NewTicker(reconsiderInterval)
+	defer reconcile.Stop()
+	defer reconsider.Stop()
 	for ctx.Err() == nil {
 		a.Reconcile(ctx)
+		a.reportWaiting()
 		select {
-		case <-tick.C:
+		case <-reconcile.C:
+		case <-reconsider.C:
+			a.reconsider(ctx)
+		case <-a.source.Changed():
+			a.reconsider(ctx)
 		case <-ctx.Done():
 		}
 	}
-	a.mu.Lock()
-	for _, n := range a.netns {
+	for _, n := range a.all() {
 		a.shut(n)
 	}
-	a.mu.Unlock()
 	a.serving.Wait()
 	return nil
 }
 
 // Attach decides about an attachment and, to capture it, opens its gate.
-func (a *Agent) Attach(at attach.Attachment) (attach.Decision, error) {
+func (a *Agent) Attach(ctx context.Context, at attach.Attachment) (attach.Decision, error) {
 	if err := at.Validate(); err != nil {
 		return attach.Decision{}, &attach.RefusedError{Message: err.Error(), Final: true}
 	}
@@ -90,37 +99,57 @@ func (a *Agent) Attach(at attach.Attachment) (attach.Decision, error) {
 	if err != nil {
 		return attach.Decision{}, &attach.RefusedError{Message: err.Error(), Final: errors.Is(err, attach.ErrNetnsGone)}
 	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	old := a.byID[at.ID]
-	if old != nil && old.id != id {
+	if old := a.of(at.ID); old != nil && old.id != id {
 		a.forget(at.ID)
-		old = nil
 	}
-	d, err := a.decide(at, a.interfaces(id, at.IfName))
+	n := a.enter(id)
+	defer a.leave(n)
+	d, err := a.source.Decide(ctx, at, a.interfaces(n, at.IfName), true)
+	if errors.Is(err, optin.ErrUnknown) {
+		return a.hold(n, at, err), nil
+	}
 	if err != nil {
+		a.report(at.Pod, true, reasonRefused, err.Error())
 		a.log.Warn("attachment refused", "attachment", at.String(), "err", err)
 		return attach.Decision{}, &attach.RefusedError{Message: err.Error(), Final: true}
 	}
-	n := a.join(&attach.Record{Attachment: at, NetnsID: id, State: state(d)})
 	if d.Capture {
-		if err := a.open(n); err != nil {
-			if old == nil {
-				a.forget(at.ID)
-			}
+		if err := a.open(n, at); err != nil {
 			a.log.Error("attachment refused", "attachment", at.String(), "err", err)
 			return attach.Decision{}, &attach.RefusedError{Message: err.Error()}
 		}
-	}
-	if !d.Capture {
+	} else {
 		a.shut(n)
 	}
+	a.join(n, &attach.Record{Attachment: at, NetnsID: id, State: state(d)})
 	a.log.Info("attached", "attachment", at.String(), "state", string(state(d)), "reason", d.Reason)
+	a.tell(at.Pod, "", d)
 	return d, nil
 }
 
+// hold captures an attachment of which nothing is known yet. Nobody listens: what waits at the gate may have to
+// go straight out.
+func (a *Agent) hold(n *netns, at attach.Attachment, why error) attach.Decision {
+	a.log.Warn("attached provisionally: its TCP waits", "attachment", at.String(), "err", why)
+	a.join(n, &attach.Record{Attachment: at, NetnsID: n.id, State: attach.Provisional})
+	a.look()
+	r := ruleset.Provisional(at.IfName)
+	r.Interfaces = a.interfaces(n, at.IfName)
+	return attach.Decision{Capture: true, Provisional: true, Ruleset: &r, Reason: why.Error()}
+}
+
+// look makes the next Reconcile read the records again.
+func (a *Agent) look() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.watched = time.Time{}
+}
+
 func state(d attach.Decision) attach.State {
-	if d.Capture {
+	switch {
+	case d.Provisional:
+		return attach.Provisional
+	case d.Capture:
 		return attach.Captured
 	}
 	return attach.Passed
@@ -128,219 +157,140 @@ func state(d attach.Decision) attach.State {
 
 // Detach forgets an attachment and its record; one that is not known is no error.
 func (a *Agent) Detach(id attach.ID) error {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if n := a.byID[id]; n != nil {
-		a.log.Info("detached", "attachment", n.attachments[id].String())
+	if r := a.forget(id); r != nil {
+		a.log.Info("detached", "attachment", r.String())
 	}
-	a.forget(id)
 	return a.store.Remove(id)
 }
 
-// join adds an attachment to its netns. It is for who holds mu, as everything below.
-func (a *Agent) join(r *attach.Record) *netns {
-	n := a.netns[r.NetnsID]
-	if n == nil {
-		n = &netns{id: r.NetnsID, attachments: map[attach.ID]*attach.Record{}}
-		a.netns[r.NetnsID] = n
-	}
-	n.attachments[r.ID] = r
-	a.byID[r.ID] = n
-	return n
+// of is the netns that id is attached to, or nil.
+func (a *Agent) of(id attach.ID) *netns {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.byID[id]
 }
 
-// forget drops an attachment, and closes the gate behind the last one in a netns.
-func (a *Agent) forget(id attach.ID) {
-	n := a.byID[id]
-	if n == nil {
+func (a *Agent) all() []*netns {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return slices.Collect(maps.Values(a.netns))
+}
+
+// enter returns the netns for the caller alone to change, until leave.
+func (a *Agent) enter(id attach.NetnsID) *netns {
+	for {
+		a.mu.Lock()
+		n := a.netns[id]
+		if n == nil {
+			n = &netns{id: id, attachments: map[attach.ID]*attach.Record{}}
+			a.netns[id] = n
+		}
+		a.mu.Unlock()
+		n.changing.Lock()
+		a.mu.Lock()
+		current := a.netns[id] == n
+		a.mu.Unlock()
+		if current {
+			return n
+		}
+		n.changing.Unlock() // it was dropped while we waited
+	}
+}
+
+// leave lets others change n, and drops it if nothing is attached to it.
+func (a *Agent) leave(n *netns) {
+	defer n.changing.Unlock()
+	if len(a.records(n)) > 0 {
 		return
 	}
-	delete(a.byID, id)
-	delete(n.attachments, id)
-	if len(n.attachments) == 0 {
-		a.shut(n)
-		delete(a.netns, n.id)
+	a.shut(n) // before another can take its place
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	delete(a.netns, n.id)
+}
+
+// join adds an attachment to n. It is for who has entered n, as everything below that takes one.
+func (a *Agent) join(n *netns, r *attach.Record) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	n.attachments[r.ID] = r
+	a.byID[r.ID] = n
+}
+
+// forget drops an attachment, and closes the gate behind the last one in a netns. It returns what was known.
+func (a *Agent) forget(id attach.ID) *attach.Record {
+	n := a.of(id)
+	if n == nil {
+		return nil
 	}
+	n = a.enter(n.id)
+	defer a.leave(n)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	r := n.attachments[id]
+	if r != nil {
+		delete(a.byID, id)
+		delete(n.attachments, id)
+		delete(a.told, r.Pod.String())
+	}
+	return r
 }
 
 // open opens the gate of n and starts to serve it; an open one stays.
-func (a *Agent) open(n *netns) error {
+func (a *Agent) open(n *netns, at attach.Attachment) error {
 	if n.gate != nil {
 		return nil
 	}
-	r := n.any()
-	g, err := gate.Open(r.Netns)
+	g, err := gate.Open(at.Netns)
 	if err != nil {
 		return err
 	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
 	n.gate = g
-	n.pod = &relay.Pod{Name: r.Pod, IPs: r.IPs}
-	ctx, stop := context.WithCancel(context.Background())
-	n.stop = stop
-	a.serving.Go(func() { a.relay.Serve(ctx, g, n.pod) })
+	if n.ctx == nil {
+		n.pod = &relay.Pod{Name: at.Pod, IPs: at.IPs}
+		n.ctx, n.stop = context.WithCancel(context.Background())
+	}
+	ctx, pod := n.ctx, n.pod
+	a.serving.Go(func() { a.relay.Serve(ctx, g, pod) })
 	return nil
+}
+
+// release closes the gate of n. What is relayed goes on.
+func (a *Agent) release(n *netns) {
+	a.mu.Lock()
+	g := n.gate
+	n.gate = nil
+	a.mu.Unlock()
+	if g == nil {
+		return
+	}
+	if err := g.Close(); err != nil {
+		a.log.Error("closing gate", "err", err)
+	}
 }
 
 // shut closes the gate of n and ends what is relayed for it.
 func (a *Agent) shut(n *netns) {
-	if n.gate == nil {
-		return
+	a.mu.Lock()
+	if n.stop != nil {
+		n.stop()
+		n.ctx, n.stop = nil, nil
 	}
-	n.stop()
-	if err := n.gate.Close(); err != nil {
-		a.log.Error("closing gate", "netns", n.any().Netns, "err", err)
-	}
-	n.gate = nil
+	a.mu.Unlock()
+	a.release(n)
 }
 
 // interfaces are those through which a netns is attached, with the one that is about to be.
-func (a *Agent) interfaces(id attach.NetnsID, ifName string) []string {
-	names := map[string]bool{ifName: true}
-	if n := a.netns[id]; n != nil {
-		for other := range n.attachments {
-			names[other.IfName] = true
-		}
-	}
-	return slices.Sorted(maps.Keys(names))
-}
-
-// any is one of the attachments: they differ in nothing that matters to the gate.
-func (n *netns) any() *attach.Record {
-	for _, r := range n.attachments {
-		return r
-	}
-	return &attach.Record{}
-}
-
-// Reconcile takes up records that are not known yet, resolves provisional ones, and drops the attachments
-// whose netns is gone.
-func (a *Agent) Reconcile(ctx context.Context) {
+func (a *Agent) interfaces(n *netns, ifName string) []string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	for id, n := range a.byID {
-		a.dropIfGone(n, id)
+	names := map[string]bool{ifName: true}
+	for other := range n.attachments {
+		names[other.IfName] = true
 	}
-	changed, err := a.store.Changed(a.watched)
-	if err != nil || changed.Equal(a.watched) {
-		a.complain(err)
-		return
-	}
-	records, err := a.store.List()
-	a.complain(err)
-	settled := true
-	for _, r := range records {
-		err := a.takeUp(ctx, r)
-		settled = settled && err == nil
-		a.note(r, err)
-	}
-	a.complain(a.store.Sweep(time.Minute))
-	if settled {
-		a.watched = changed
-	}
-}
-
-// note remembers, and says once, why an attachment is not as it should be.
-func (a *Agent) note(r attach.Record, err error) {
-	n := a.byID[r.ID]
-	if n == nil {
-		a.complain(err)
-		return
-	}
-	was := n.trouble
-	n.trouble = ""
-	if err != nil {
-		n.trouble = err.Error()
-	}
-	switch {
-	case n.trouble == was:
-	case err != nil:
-		a.log.Error("attachment is not settled; will try again", "attachment", r.String(), "err", err)
-	default:
-		a.log.Info("attachment is settled after all", "attachment", r.String())
-	}
-}
-
-func (a *Agent) complain(err error) {
-	if err != nil {
-		a.log.Error("attachment records", "err", err)
-	}
-}
-
-// dropIfGone notices a DEL that never came. While a gate is open its netns cannot have been replaced by one
-// with the same inode; the look without the cookie is enough.
-func (a *Agent) dropIfGone(n *netns, id attach.ID) {
-	r := n.attachments[id]
-	now, err := attach.StatNetns(r.Netns)
-	if err == nil && now.SameFile(n.id) || err != nil && !errors.Is(err, attach.ErrNetnsGone) {
-		return
-	}
-	a.log.Warn("netns went without a DEL", "attachment", r.String(), "netns", r.Netns)
-	a.forget(id)
-	a.complain(a.store.Remove(id))
-}
-
-// takeUp brings what is held in line with a record that somebody else wrote.
-func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
-	if n := a.byID[r.ID]; n != nil && n.id == r.NetnsID && r.State != attach.Provisional && (n.gate != nil) == (r.State == attach.Captured) {
-		n.attachments[r.ID] = &r // it may tell more than was known when it was attached
-		return nil
-	}
-	if now, err := attach.IdentifyNetns(r.Netns); errors.Is(err, attach.ErrNetnsGone) || err == nil && now != r.NetnsID {
-		a.log.Info("record dropped: its netns is gone", "attachment", r.String(), "netns", r.Netns)
-		a.forget(r.ID)
-		return a.store.Remove(r.ID)
-	} else if err != nil {
-		return err
-	}
-	n := a.join(&r)
-	switch r.State {
-	case attach.Provisional:
-		return a.resolve(ctx, n, r)
-	case attach.Captured:
-		return a.open(n)
-	}
-	return nil
-}
-
-// resolve settles a provisional attachment. The order matters: first what is excluded leaves the rules, then
-// the kernel forgets where it sent the SYNs that still wait, and only then does anybody listen. So each of
-// those connections ends where it would have gone with the daemon there from the start.
-func (a *Agent) resolve(ctx context.Context, n *netns, r attach.Record) error {
-	if r.Installed == nil {
-		return errors.New("its record has no ruleset")
-	}
-	d, err := a.decide(r.Attachment, a.interfaces(n.id, r.IfName))
-	if err != nil {
-		return fmt.Errorf("it stays provisional, and its connections wait: %w", err)
-	}
-	if d.Capture {
-		in, err := ruleset.Apply(ctx, r.Netns, *d.Ruleset, r.Installed.Backend, r.Installed)
-		if err != nil {
-			return err
-		}
-		if err := forgetWaiting(r.Netns); err != nil {
-			return err
-		}
-		if err := a.open(n); err != nil {
-			return err
-		}
-		r.Installed = &in
-	} else {
-		if err := r.Installed.Remove(ctx, r.Netns, forgetWaitingHere); err != nil {
-			return err
-		}
-		r.Installed = nil
-	}
-	r.State = state(d)
-	a.log.Info("provisional attachment settled", "attachment", r.String(), "state", string(r.State), "reason", d.Reason)
-	if _, err := a.store.Read(r.ID); errors.Is(err, os.ErrNotExist) {
-		return nil // a DEL is on its way
-	}
-	a.join(&r)
-	if err := a.store.Write(r); err != nil || r.Installed == nil {
-		return err
-	}
-	return a.store.Share(r.ID, r.NetnsID, r.Installed)
+	return slices.Sorted(maps.Keys(names))
 }
 
 // Status describes the attachments, by pod.
@@ -369,14 +319,16 @@ func (n *netns) status(id attach.ID) attach.AttachmentStatus {
 	if n.trouble != "" {
 		s.Notes = append(s.Notes, n.trouble)
 	}
-	if n.gate == nil {
-		return s
+	if n.pod != nil { // what is relayed goes on when capture has ended
+		c := n.pod.Counts()
+		s.Waiting, s.Open, s.Bytes = c.Waiting, c.Open, c.Bytes
 	}
-	queued, err := n.gate.Queued()
-	if err != nil {
-		s.Notes = append(s.Notes, err.Error())
+	if n.gate != nil {
+		queued, err := n.gate.Queued()
+		if err != nil {
+			s.Notes = append(s.Notes, err.Error())
+		}
+		s.Waiting += queued
 	}
-	c := n.pod.Counts()
-	s.Waiting, s.Open, s.Bytes = queued+c.Waiting, c.Open, c.Bytes
 	return s
 }

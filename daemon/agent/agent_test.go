@@ -3,6 +3,7 @@ package agent
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -13,6 +14,7 @@ import (
 	"testing"
 
 	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	nstest "github.com/sluice-cni/sluice/integration/netns"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -32,7 +34,7 @@ func newAgent(t *testing.T, decide Decide) *testAgent {
 	t.Helper()
 	state := t.TempDir()
 	log := slog.New(slog.DiscardHandler)
-	up := upstream.New(config.Upstream{Address: "127.0.0.1:1", Protocol: config.Connect}, log)
+	up := upstream.New(config.Upstream{Address: "127.0.0.1:1", Protocol: config.Connect}, nil, log)
 	store := attach.NewStore(state)
 	a := New(decide, store, up, log)
 	t.Cleanup(func() {
@@ -57,6 +59,10 @@ func pass(attach.Attachment, []string) (attach.Decision, error) {
 
 func refuse(attach.Attachment, []string) (attach.Decision, error) {
 	return attach.Decision{}, errors.New("annotation sluice.dev/quic: bad")
+}
+
+func unknown(attach.Attachment, []string) (attach.Decision, error) {
+	return attach.Decision{}, fmt.Errorf("%w: the API server is away", optin.ErrUnknown)
 }
 
 func attachment(h *nstest.Host, ifName string) attach.Attachment {
@@ -97,7 +103,7 @@ func TestAttachToCapture(t *testing.T) {
 	a := newAgent(t, capture)
 	at := attachment(h, "eth0")
 	for range 2 { // a runtime may ask again
-		d, err := a.Attach(at)
+		d, err := a.Attach(t.Context(), at)
 		if err != nil || !d.Capture || d.Ruleset == nil {
 			t.Fatalf("Attach: got %+v, %v", d, err)
 		}
@@ -122,7 +128,7 @@ func TestAttachNotToCapture(t *testing.T) {
 	t.Parallel()
 	h := nstest.NewHost(t, "pod")
 	a := newAgent(t, pass)
-	d, err := a.Attach(attachment(h, "eth0"))
+	d, err := a.Attach(t.Context(), attachment(h, "eth0"))
 	if err != nil || d.Capture {
 		t.Errorf("Attach: got %+v, %v", d, err)
 	}
@@ -151,7 +157,7 @@ func TestAttachIsRefused(t *testing.T) {
 		"the ID is bad":        {capture, bad, true},
 	} {
 		a := newAgent(t, tc.decide)
-		d, err := a.Attach(tc.at)
+		d, err := a.Attach(t.Context(), tc.at)
 		var refused *attach.RefusedError
 		if !errors.As(err, &refused) || refused.Final != tc.final || refused.Message == "" || d.Capture {
 			t.Errorf("%s: got %+v, %#v; want it refused, final %t", name, d, err, tc.final)
@@ -172,7 +178,7 @@ func TestAttachmentsOfOneNetnsShareAGate(t *testing.T) {
 		return capture(at, interfaces)
 	})
 	for _, ifName := range []string{"net1", "eth0"} {
-		if _, err := a.Attach(attachment(h, ifName)); err != nil {
+		if _, err := a.Attach(t.Context(), attachment(h, ifName)); err != nil {
 			t.Fatalf("Attach: %v", err)
 		}
 	}
@@ -195,7 +201,7 @@ func TestAttachAgainInANewNetns(t *testing.T) {
 	h := nstest.NewHost(t, "pod")
 	a := newAgent(t, capture)
 	for range 3 {
-		if _, err := a.Attach(attachment(h, "eth0")); err != nil {
+		if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
 			t.Fatalf("Attach: %v", err)
 		}
 		if !listening(t, h) {
@@ -249,7 +255,7 @@ func TestRunClosesEveryGate(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error)
 	go func() { done <- a.Run(ctx) }()
-	if _, err := a.Attach(attachment(h, "eth0")); err != nil {
+	if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
 		t.Fatal(err)
 	}
 	if c, err := h.Dial(t.Context(), "tcp", net.JoinHostPort("127.0.0.1", "15001")); err != nil {

@@ -40,7 +40,7 @@ func checkRecord(t *testing.T, a *testAgent, id attach.ID, want bool) {
 func TestReconcileTakesUpRecords(t *testing.T) {
 	t.Parallel()
 	captured, passed := nstest.NewHost(t, "captured"), nstest.NewHost(t, "passed")
-	a := newAgent(t, refuse) // nobody is asked again
+	a := newAgent(t, unknown) // what is settled stays so
 	in := &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", IPv6: true}
 	one, other := a.write(t, captured, attach.Captured, in), a.write(t, passed, attach.Passed, nil)
 	if err := os.WriteFile(filepath.Join(a.dir, "corrupt:eth0.json"), []byte("{"), 0o600); err != nil {
@@ -68,7 +68,7 @@ func TestReconcileLearnsFromARecord(t *testing.T) {
 	t.Parallel()
 	h := nstest.NewHost(t, "pod")
 	a := newAgent(t, capture)
-	if _, err := a.Attach(attachment(h, "eth0")); err != nil {
+	if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
 		t.Fatal(err)
 	}
 	r := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true})

@@ -101,7 +101,7 @@ func (a *Agent) handler() http.Handler {
 			answer(w, nil, &attach.RefusedError{Message: fmt.Sprintf("the request is not an attachment: %v", err), Final: true})
 			return
 		}
-		d, err := a.Attach(at)
+		d, err := a.Attach(r.Context(), at)
 		answer(w, d, err)
 	})
 	mux.HandleFunc("DELETE "+attach.PathAttachments+"/{containerID}/{ifName}", func(w http.ResponseWriter, r *http.Request) {

@@ -215,7 +215,7 @@ func TestMetrics(t *testing.T) {
 	t.Parallel()
 	h := nstest.NewHost(t, "pod")
 	a := newAgent(t, capture)
-	if _, err := a.Attach(attachment(h, "eth0")); err != nil {
+	if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
 		t.Fatal(err)
 	}
 	r := prometheus.NewPedanticRegistry()

@@ -33,11 +33,41 @@ type Config struct {
 	MetricsAddress string
 }
 
-// Upstream is the node's proxy.
+// Upstream is the node's proxy. It is found by exactly one of Address, Pods and Service.
 type Upstream struct {
 	// Address is host:port, environment variables expanded.
-	Address  string
+	Address string
+	// Pods are found by their labels: the ready one on this node is dialled, at Port.
+	Pods Selector
+	// Service stands for the pods that it selects, and Port for its own port.
+	Service  Name
+	Port     uint16
 	Protocol Protocol
+}
+
+// Selector chooses pods of one namespace by their labels.
+type Selector struct {
+	Namespace string
+	Labels    map[string]string
+}
+
+// Name is that of an object in a namespace.
+type Name struct{ Namespace, Name string }
+
+func (u Upstream) String() string {
+	switch {
+	case u.Address != "":
+		return u.Address
+	case u.Service.Name != "":
+		return fmt.Sprintf("service %s/%s, port %d", u.Service.Namespace, u.Service.Name, u.Port)
+	default:
+		labels := make([]string, 0, len(u.Pods.Labels))
+		for k, v := range u.Pods.Labels {
+			labels = append(labels, k+"="+v)
+		}
+		slices.Sort(labels)
+		return fmt.Sprintf("pod %s of this node in %s, port %d", strings.Join(labels, ","), u.Pods.Namespace, u.Port)
+	}
 }
 
 // Protocol is how the upstream is asked for the original destination.
@@ -61,8 +91,11 @@ type Capture struct {
 // Source is who says whether an attachment is captured.
 type Source string
 
-// All captures every attachment that the plugin asks about.
-const All Source = "all"
+// The sources: every attachment that the plugin asks about, or those that labels opt in.
+const (
+	All        Source = "all"
+	Kubernetes Source = "kubernetes"
+)
 
 // Late says what becomes of connections while the upstream is late.
 type Late struct {
@@ -108,15 +141,33 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	if err := walk("", js, keys); err != nil {
 		return Config{}, err
 	}
-	for _, missing := range []struct {
-		key   string
-		unset bool
-	}{{"upstream.address", c.Upstream.Address == ""}, {"capture.source", c.Capture.Source == ""}} {
-		if missing.unset {
-			return Config{}, fmt.Errorf("%s: missing", missing.key)
+	return c, c.complete()
+}
+
+// complete reports what is missing, and what does not go together.
+func (c *Config) complete() error {
+	u := c.Upstream
+	pods, service := u.Pods.Namespace != "" || u.Pods.Labels != nil, u.Service != Name{}
+	for _, rule := range []struct {
+		broken bool
+		says   string
+	}{
+		{u.Address == "" && !pods && !service, "upstream.address: missing, and neither upstream.podSelector nor upstream.service is given"},
+		{u.Address != "" && (pods || service) || pods && service, "upstream: want one of address, podSelector and service"},
+		{c.Capture.Source == "", "capture.source: missing"},
+		{pods && u.Pods.Namespace == "", "upstream.podSelector.namespace: missing"},
+		{pods && len(u.Pods.Labels) == 0, "upstream.podSelector.matchLabels: missing"},
+		{service && u.Service.Namespace == "", "upstream.service.namespace: missing"},
+		{service && u.Service.Name == "", "upstream.service.name: missing"},
+		{(pods || service) && u.Port == 0, "upstream.port: missing"},
+		{u.Address != "" && u.Port != 0, "upstream.port: the address has one"},
+		{(pods || service) && c.Capture.Source != Kubernetes, fmt.Sprintf("capture.source: %q knows no pods and services", c.Capture.Source)},
+	} {
+		if rule.broken {
+			return errors.New(rule.says)
 		}
 	}
-	return c, nil
+	return nil
 }
 
 // setter takes the value of one key.
@@ -132,11 +183,16 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 			}
 			return hostPort(s)
 		}),
-		"upstream.protocol":    text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5}, "sockets")),
-		"capture.source":       text(&c.Capture.Source, oneOf([]Source{All}, "kubernetes")),
-		"capture.includePorts": list(&c.Capture.IncludePorts, ruleset.ParsePortRange),
-		"capture.excludePorts": list(&c.Capture.ExcludePorts, ruleset.ParsePortRange),
-		"capture.excludeCIDRs": list(&c.Capture.ExcludeCIDRs, ruleset.ParseCIDR),
+		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5}, "sockets")),
+		"upstream.podSelector.namespace":   text(&c.Upstream.Pods.Namespace, named),
+		"upstream.podSelector.matchLabels": labels(&c.Upstream.Pods.Labels),
+		"upstream.service.namespace":       text(&c.Upstream.Service.Namespace, named),
+		"upstream.service.name":            text(&c.Upstream.Service.Name, named),
+		"upstream.port":                    text(&c.Upstream.Port, port),
+		"capture.source":                   text(&c.Capture.Source, oneOf([]Source{All, Kubernetes})),
+		"capture.includePorts":             list(&c.Capture.IncludePorts, ruleset.ParsePortRange),
+		"capture.excludePorts":             list(&c.Capture.ExcludePorts, ruleset.ParsePortRange),
+		"capture.excludeCIDRs":             list(&c.Capture.ExcludeCIDRs, ruleset.ParseCIDR),
 		"capture.quic": text(&c.Capture.RejectQUIC, func(s string) (bool, error) {
 			_, err := oneOf([]string{"reject", "allow"})(s)
 			return s == "reject", err
@@ -279,14 +335,44 @@ func absolute(s string) (string, error) {
 }
 
 func hostPort(s string) (string, error) {
-	host, port, err := net.SplitHostPort(s)
+	host, p, err := net.SplitHostPort(s)
 	if err != nil || host == "" {
 		return "", fmt.Errorf("%q is not host:port", s)
 	}
-	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
-		return "", fmt.Errorf("%q: %q is not a port from 1 to 65535", s, port)
+	if _, err := port(p); err != nil {
+		return "", fmt.Errorf("%q: %w", s, err)
 	}
 	return s, nil
+}
+
+func port(s string) (uint16, error) {
+	n, err := strconv.ParseUint(s, 10, 16)
+	if err != nil || n == 0 {
+		return 0, fmt.Errorf("%q is not a port from 1 to 65535", s)
+	}
+	return uint16(n), nil
+}
+
+// named takes the name of an object; the API server knows which there are.
+func named(s string) (string, error) {
+	if s == "" || s == "null" {
+		return "", fmt.Errorf("%q is not a name", s)
+	}
+	return s, nil
+}
+
+func labels(to *map[string]string) setter {
+	return func(raw json.RawMessage) error {
+		var values map[string]json.RawMessage
+		if err := json.Unmarshal(raw, &values); err != nil || values == nil {
+			return fmt.Errorf("%.100s is not a mapping of labels", raw)
+		}
+		*to = map[string]string{}
+		for k, v := range values {
+			(*to)[k] = scalar(v)
+		}
+		return nil
+	}
 }
 
 // expand replaces ${NAME}. An IPv6 address gets the brackets that a port behind it needs.

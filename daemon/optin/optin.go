@@ -15,9 +15,40 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// Decide says what becomes of a, given every interface through which its container is attached. An error
-// is the pod's own: an annotation that is none.
-func Decide(c config.Config, a attach.Attachment, interfaces []string) (attach.Decision, error) {
+// Label opts a pod in or out; that of its namespace counts where the pod has none.
+const Label = Prefix + "capture"
+
+// Pod is what the API server says of a pod, as far as it matters here.
+type Pod struct {
+	Labels, NamespaceLabels, Annotations map[string]string
+	// Upstream is set for the pods that the upstream runs in.
+	Upstream bool
+}
+
+// Running is a pod that runs on this node.
+type Running struct {
+	Pod         attach.Pod
+	IPs         []netip.Addr
+	HostNetwork bool
+	Facts       Pod
+}
+
+// ErrUnknown means that nothing can be said of a pod yet: the API server does not answer, or does not know it.
+var ErrUnknown = errors.New("the pod's labels are not known")
+
+// Decide says what becomes of an attachment of pod, given every interface through which its container is
+// attached. An error is the pod's own: a label or an annotation that is none.
+func Decide(c config.Config, pod Pod, interfaces []string) (attach.Decision, error) {
+	capture, reason := true, "capture.source is all"
+	if c.Capture.Source == config.Kubernetes {
+		var err error
+		if capture, reason, err = wanted(pod); err != nil {
+			return attach.Decision{}, err
+		}
+	}
+	if !capture {
+		return attach.Decision{Reason: reason}, nil
+	}
 	r := ruleset.Ruleset{
 		Interfaces:   interfaces,
 		Upstream:     reachable(c.Upstream.Address),
@@ -26,10 +57,38 @@ func Decide(c config.Config, a attach.Attachment, interfaces []string) (attach.D
 		ExcludeCIDRs: c.Capture.ExcludeCIDRs,
 		RejectQUIC:   c.Capture.RejectQUIC,
 	}
-	if err := annotate(&r, a.Annotations); err != nil {
+	if err := annotate(&r, pod.Annotations); err != nil {
 		return attach.Decision{}, err
 	}
-	return attach.Decision{Capture: true, Ruleset: &r, Reason: "capture.source is all"}, nil
+	return attach.Decision{Capture: true, Ruleset: &r, Reason: reason}, nil
+}
+
+// Wanted tells whether pod asks to be captured, whatever stands against it.
+func Wanted(pod Pod) bool {
+	pod.Upstream = false
+	capture, _, err := wanted(pod)
+	return capture && err == nil
+}
+
+func wanted(pod Pod) (capture bool, reason string, err error) {
+	for _, by := range []struct {
+		who    string
+		labels map[string]string
+	}{{"pod", pod.Labels}, {"namespace", pod.NamespaceLabels}} {
+		value, labelled := by.labels[Label]
+		if !labelled {
+			continue
+		}
+		if value != "true" && value != "false" {
+			return false, "", fmt.Errorf("label %s of the %s: %q: want true or false", Label, by.who, value)
+		}
+		reason = fmt.Sprintf("label %s of the %s is %s", Label, by.who, value)
+		if value == "true" && pod.Upstream {
+			return false, "it is the upstream's own pod", nil
+		}
+		return value == "true", reason, nil
+	}
+	return false, "neither pod nor namespace has the label " + Label, nil
 }
 
 // reachable is the upstream's address if a pod could dial it: not a name, and not the node's loopback.

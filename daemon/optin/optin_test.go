@@ -9,7 +9,6 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 
 	"github.com/sluice-cni/sluice/daemon/config"
-	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
@@ -89,7 +88,7 @@ func TestAnnotations(t *testing.T) {
 	} {
 		want := configured()
 		tc.change(&want)
-		d, err := Decide(conf(), attach.Attachment{Annotations: tc.annotations}, []string{"eth0"})
+		d, err := Decide(conf(), Pod{Annotations: tc.annotations}, []string{"eth0"})
 		if err != nil || !d.Capture || d.Reason == "" {
 			t.Errorf("%s: got %+v, %v", tc.name, d, err)
 			continue
@@ -126,7 +125,7 @@ func TestBadAnnotations(t *testing.T) {
 		{"", "x", "unknown"},
 	} {
 		key := Prefix + tc.key
-		d, err := Decide(conf(), attach.Attachment{Annotations: map[string]string{key: tc.value}}, []string{"eth0"})
+		d, err := Decide(conf(), Pod{Annotations: map[string]string{key: tc.value}}, []string{"eth0"})
 		if err == nil || d.Capture || !strings.Contains(err.Error(), "annotation "+key+": ") || !strings.Contains(err.Error(), tc.want) {
 			t.Errorf("%s: %q: got %+v, %v; want an error with %q", key, tc.value, d, err, tc.want)
 		}
@@ -140,7 +139,7 @@ func TestDecideLeavesTheConfigurationAlone(t *testing.T) {
 	c.Capture.ExcludePorts = append(make([]ruleset.PortRange, 0, 8), c.Capture.ExcludePorts...) // room that an append could write to
 	c.Capture.ExcludeCIDRs = append(make([]netip.Prefix, 0, 8), c.Capture.ExcludeCIDRs...)
 	decide := func(port, cidr string) *ruleset.Ruleset {
-		d, err := Decide(c, attach.Attachment{Annotations: map[string]string{
+		d, err := Decide(c, Pod{Annotations: map[string]string{
 			"sluice.dev/exclude-outbound-ports": port, "sluice.dev/exclude-outbound-cidrs": cidr,
 		}}, []string{"eth0"})
 		if err != nil {
@@ -176,7 +175,7 @@ func TestUpstreamThatAPodCouldReach(t *testing.T) {
 	} {
 		c := conf()
 		c.Upstream.Address = address
-		d, err := Decide(c, attach.Attachment{}, []string{"eth0", "net1"})
+		d, err := Decide(c, Pod{}, []string{"eth0", "net1"})
 		if err != nil {
 			t.Errorf("%s: %v", address, err)
 			continue
@@ -198,7 +197,7 @@ func FuzzAnnotate(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, name, value string) {
-		d, err := Decide(conf(), attach.Attachment{Annotations: map[string]string{Prefix + name: value}}, []string{"eth0"})
+		d, err := Decide(conf(), Pod{Annotations: map[string]string{Prefix + name: value}}, []string{"eth0"})
 		if err != nil {
 			if d.Capture || !strings.Contains(err.Error(), Prefix+name) {
 				t.Errorf("%q: %q: got %+v, %v", name, value, d, err)

@@ -52,7 +52,7 @@ func serve(t *testing.T) *served {
 		"--to-ports", strconv.Itoa(ruleset.OutboundPort))
 	s.upstream = fmt.Sprintf("127.%d.%d.%d:18080", 201+addresses.Add(1)%50, os.Getpid()>>8&0xff, os.Getpid()&0xff)
 	log := slog.New(slog.DiscardHandler)
-	s.up = upstream.New(config.Upstream{Address: s.upstream, Protocol: config.Connect}, log)
+	s.up = upstream.New(config.Upstream{Address: s.upstream, Protocol: config.Connect}, nil, log)
 	var err error
 	if s.gate, err = gate.Open(s.Path()); err != nil {
 		t.Fatal(err)

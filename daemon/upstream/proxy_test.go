@@ -104,7 +104,7 @@ func stayOpen(c *net.TCPConn)  { _, _ = io.Copy(io.Discard, c) }
 func resetConn(c *net.TCPConn) { _ = c.SetLinger(0) }
 
 func newUpstream(address string, protocol config.Protocol) *Upstream {
-	return New(config.Upstream{Address: address, Protocol: protocol}, slog.New(slog.DiscardHandler))
+	return New(config.Upstream{Address: address, Protocol: protocol}, nil, slog.New(slog.DiscardHandler))
 }
 
 // ask asks the proxy at address once, without Run.

@@ -20,13 +20,13 @@ var fine = answering("HTTP/1.1 200 OK\r\n\r\n", func(c *net.TCPConn) { _, _ = io
 func TestUpstreamComesAndGoes(t *testing.T) {
 	t.Parallel()
 	u := newUpstream(freeAddress(), config.Connect)
-	if s := u.Status(); s.Ready || s.Reason == "" || s.Address != u.address || s.Protocol != "connect" {
+	if s := u.Status(); s.Ready || s.Reason == "" || s.Address != u.name || s.Protocol != "connect" {
 		t.Errorf("before Run: got %+v, want it late, with a reason", s)
 	}
 	run(t, u)
 	eventually(t, "the reason is that nobody listens", func() bool { return strings.Contains(u.Status().Reason, "refused") })
 	for range 3 {
-		p := startProxy(t, u.address, fine)
+		p := startProxy(t, u.name, fine)
 		if err := u.Wait(t.Context()); err != nil {
 			t.Fatalf("Wait: %v", err)
 		}
@@ -55,7 +55,7 @@ func TestWaitersGoOnTogether(t *testing.T) {
 			}
 		}()
 	}
-	startProxy(t, u.address, fine)
+	startProxy(t, u.name, fine)
 	for range 10 {
 		if err := <-done; err != nil {
 			t.Errorf("Wait: %v", err)
@@ -81,7 +81,7 @@ func TestAProxyThatEndsIdleConnectionsIsReady(t *testing.T) {
 	t.Parallel()
 	var ended atomic.Int32
 	u := newUpstream(freeAddress(), config.Connect)
-	startProxy(t, u.address, func(*net.TCPConn) { ended.Add(1) })
+	startProxy(t, u.name, func(*net.TCPConn) { ended.Add(1) })
 	run(t, u)
 	eventually(t, "it has ended a few", func() bool { return ended.Load() >= 4 })
 	if s := u.Status(); !s.Ready {
@@ -94,7 +94,7 @@ func TestEachRequestHasAConnectionOfItsOwn(t *testing.T) {
 	t.Parallel()
 	var asked atomic.Int32
 	u := newUpstream(freeAddress(), config.Connect)
-	startProxy(t, u.address, func(conn *net.TCPConn) {
+	startProxy(t, u.name, func(conn *net.TCPConn) {
 		if _, err := readConnect(conn); err != nil {
 			return
 		}
@@ -155,7 +155,7 @@ func TestMisconfiguredIsSaidWhileItLasts(t *testing.T) {
 	var closed atomic.Bool
 	closed.Store(true)
 	u := newUpstream(freeAddress(), config.Connect)
-	startProxy(t, u.address, func(conn *net.TCPConn) {
+	startProxy(t, u.name, func(conn *net.TCPConn) {
 		if closed.Load() {
 			answering("HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", hangUp)(conn)
 			return

@@ -42,7 +42,8 @@ const (
 
 // Upstream is the node's proxy.
 type Upstream struct {
-	address  string
+	name     string
+	locate   func() (string, error)
 	protocol config.Protocol
 	log      *slog.Logger
 
@@ -53,10 +54,14 @@ type Upstream struct {
 	reason string // why it is not, or what is wrong with what it answers
 }
 
-// New describes an upstream. It is late until Run has found it.
-func New(c config.Upstream, log *slog.Logger) *Upstream {
+// New describes an upstream. It is late until Run has found it. locate says where to dial it now; if it is nil,
+// that is the configured address.
+func New(c config.Upstream, locate func() (string, error), log *slog.Logger) *Upstream {
+	if locate == nil {
+		locate = func() (string, error) { return c.Address, nil }
+	}
 	return &Upstream{
-		address: c.Address, protocol: c.Protocol, log: log,
+		name: c.String(), locate: locate, protocol: c.Protocol, log: log,
 		ready: make(chan struct{}), since: time.Now(), reason: "not looked for yet",
 	}
 }
@@ -125,7 +130,11 @@ func (u *Upstream) dial(ctx context.Context) (*net.TCPConn, error) {
 			_ = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
 		})
 	}}
-	conn, err := d.DialContext(ctx, "tcp", u.address)
+	address, err := u.locate()
+	if err != nil {
+		return nil, err
+	}
+	conn, err := d.DialContext(ctx, "tcp", address)
 	if err != nil {
 		return nil, err
 	}
@@ -138,7 +147,7 @@ func (u *Upstream) came() {
 	if u.isReady() {
 		return
 	}
-	u.log.Info("upstream is there", "address", u.address, "late", time.Since(u.since).Round(time.Millisecond).String())
+	u.log.Info("upstream is there", "upstream", u.name, "late", time.Since(u.since).Round(time.Millisecond).String())
 	close(u.ready)
 	u.since, u.reason = time.Now(), ""
 }
@@ -147,7 +156,7 @@ func (u *Upstream) went(why error) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.isReady() {
-		u.log.Warn("upstream is late: connections wait", "address", u.address, "err", why)
+		u.log.Warn("upstream is late: connections wait", "upstream", u.name, "err", why)
 		u.ready, u.since = make(chan struct{}), time.Now()
 	}
 	u.reason = why.Error()
@@ -193,7 +202,7 @@ func (u *Upstream) Status() attach.UpstreamStatus {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	return attach.UpstreamStatus{
-		Address: u.address, Protocol: string(u.protocol), Ready: u.isReady(), Since: u.since, Reason: u.reason,
+		Address: u.name, Protocol: string(u.protocol), Ready: u.isReady(), Since: u.since, Reason: u.reason,
 	}
 }
 
@@ -251,9 +260,9 @@ func (u *Upstream) note(err error) {
 	}
 	u.reason = reason
 	if reason != "" {
-		u.log.Error("connections wait until this is mended", "address", u.address, "err", reason)
+		u.log.Error("connections wait until this is mended", "upstream", u.name, "err", reason)
 	} else {
-		u.log.Info("upstream answers as it should again", "address", u.address)
+		u.log.Info("upstream answers as it should again", "upstream", u.name)
 	}
 }
 

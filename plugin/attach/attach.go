@@ -127,6 +127,8 @@ type Decision struct {
 	Capture bool `json:"capture"`
 	// Ruleset is what to install; only with Capture, and then the pod's listeners are open already.
 	Ruleset *ruleset.Ruleset `json:"ruleset,omitempty"`
+	// Provisional means that it is captured until the daemon knows whether it is to be.
+	Provisional bool `json:"provisional,omitempty"`
 	// Reason says why, for logs. A decision without one is none.
 	Reason string `json:"reason"`
 }

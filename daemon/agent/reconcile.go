@@ -1,0 +1,283 @@
+package agent
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/optin"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// Reconcile takes up records that are not known yet, resolves provisional ones, and drops the attachments
+// whose netns is gone.
+func (a *Agent) Reconcile(ctx context.Context) {
+	a.dropGone()
+	a.closeUnused()
+	a.mu.Lock()
+	watched := a.watched
+	a.mu.Unlock()
+	changed, err := a.store.Changed(watched)
+	if err != nil || changed.Equal(watched) {
+		a.complain(err)
+		return
+	}
+	records, err := a.store.List()
+	a.complain(err)
+	a.mu.Lock()
+	a.watched = changed // before the records are acted upon: what is written meanwhile is for the next time
+	a.mu.Unlock()
+	for _, r := range records {
+		err := a.takeUp(ctx, r)
+		a.note(r, err)
+		if err != nil {
+			a.look()
+		}
+	}
+	a.complain(a.store.Sweep(time.Minute))
+}
+
+// note remembers, and says once, why an attachment is not as it should be.
+func (a *Agent) note(r attach.Record, err error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	n := a.byID[r.ID]
+	if n == nil {
+		a.complain(err)
+		return
+	}
+	was := n.trouble
+	n.trouble = ""
+	if err != nil {
+		n.trouble = err.Error()
+	}
+	switch {
+	case n.trouble == was:
+	case err != nil:
+		a.log.Error("attachment is not settled; will try again", "attachment", r.String(), "err", err)
+	default:
+		a.log.Info("attachment is settled after all", "attachment", r.String())
+	}
+}
+
+func (a *Agent) complain(err error) {
+	if err != nil {
+		a.log.Error("attachment records", "err", err)
+	}
+}
+
+// dropGone notices a DEL that never came.
+func (a *Agent) dropGone() {
+	a.mu.Lock()
+	var gone []attach.Record
+	for id, n := range a.byID {
+		if r := n.attachments[id]; isGone(r.Netns, n.id) {
+			gone = append(gone, *r)
+		}
+	}
+	a.mu.Unlock()
+	for _, r := range gone {
+		a.log.Warn("netns went without a DEL", "attachment", r.String(), "netns", r.Netns)
+		a.forget(r.ID)
+		a.complain(a.store.Remove(r.ID))
+	}
+}
+
+// isGone looks without the cookie: while a gate is open its netns cannot have been replaced by one with the same
+// inode.
+func isGone(path string, id attach.NetnsID) bool {
+	now, err := attach.StatNetns(path)
+	return err == nil && !now.SameFile(id) || errors.Is(err, attach.ErrNetnsGone)
+}
+
+// takeUp brings what is held in line with a record that somebody else wrote.
+func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
+	if a.inLine(r) {
+		return nil
+	}
+	now, err := attach.IdentifyNetns(r.Netns)
+	if errors.Is(err, attach.ErrNetnsGone) || err == nil && now != r.NetnsID {
+		a.log.Info("record dropped: its netns is gone", "attachment", r.String(), "netns", r.Netns)
+		a.forget(r.ID)
+		return a.store.Remove(r.ID)
+	}
+	if err != nil {
+		return err
+	}
+	n := a.enter(r.NetnsID)
+	defer a.leave(n)
+	if a.deleted(r) {
+		return nil
+	}
+	a.join(n, &r) // it may tell more than was known when it was attached
+	if r.State == attach.Captured {
+		if err := a.open(n, r.Attachment); err != nil {
+			return err
+		}
+	}
+	return a.settle(ctx, n, r)
+}
+
+// inLine tells whether r is known as it is.
+func (a *Agent) inLine(r attach.Record) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	n := a.byID[r.ID]
+	if n == nil || n.id != r.NetnsID || r.State == attach.Provisional {
+		return false
+	}
+	known := n.attachments[r.ID]
+	return known.State == r.State && (known.Installed != nil) == (r.Installed != nil) && (n.gate != nil || r.State != attach.Captured)
+}
+
+// deleted tells whether a DEL took the record away meanwhile.
+func (a *Agent) deleted(r attach.Record) bool {
+	_, err := a.store.Read(r.ID)
+	return errors.Is(err, os.ErrNotExist)
+}
+
+// settle brings an attachment in line with what the source wants of it by now, as far as it knows. A provisional
+// one has nobody who listens yet, and what waits at its gate belongs to where it would have gone with the daemon
+// there from the start. So the order matters: first what is excluded leaves the rules, then the kernel forgets
+// where it sent the SYNs that wait, and only then does anybody listen.
+func (a *Agent) settle(ctx context.Context, n *netns, r attach.Record) error {
+	if r.State != attach.Passed && r.Installed == nil {
+		return errors.New("its record has no ruleset")
+	}
+	d, err := a.source.Decide(ctx, r.Attachment, a.interfaces(n, r.IfName), false)
+	switch {
+	case errors.Is(err, optin.ErrUnknown) && r.State != attach.Provisional:
+		return nil
+	case err != nil:
+		return fmt.Errorf("it stays %s: %w", r.State, err)
+	case state(d) == r.State && (!d.Capture || equal(*d.Ruleset, r.Installed.Ruleset)):
+		return nil
+	}
+	was := r.State
+	if d.Capture {
+		err = a.capture(ctx, n, &r, *d.Ruleset)
+	} else {
+		err = a.free(ctx, &r)
+	}
+	if err != nil {
+		return err
+	}
+	r.State = state(d)
+	a.log.Info("attachment settled", "attachment", r.String(), "was", string(was), "state", string(r.State), "reason", d.Reason)
+	if a.deleted(r) {
+		return nil
+	}
+	a.join(n, &r)
+	a.tell(r.Pod, was, d)
+	if err := a.store.Write(r); err != nil || r.Installed == nil {
+		return err
+	}
+	return a.store.Share(r.ID, r.NetnsID, r.Installed)
+}
+
+// equal compares as JSON does, which does not tell an empty list from none.
+func equal(x, y ruleset.Ruleset) bool {
+	a, aerr := json.Marshal(x)
+	b, berr := json.Marshal(y)
+	return aerr == nil && berr == nil && bytes.Equal(a, b)
+}
+
+func (a *Agent) capture(ctx context.Context, n *netns, r *attach.Record, want ruleset.Ruleset) error {
+	if r.State != attach.Provisional {
+		if err := a.open(n, r.Attachment); err != nil { // before anything can arrive
+			return err
+		}
+	}
+	backend := ruleset.BackendAuto
+	if r.Installed != nil {
+		backend = r.Installed.Backend
+	}
+	in, err := ruleset.Apply(ctx, r.Netns, want, backend, r.Installed)
+	if err != nil {
+		return err
+	}
+	r.Installed = &in
+	if r.State == attach.Provisional {
+		if err := forgetWaiting(r.Netns); err != nil {
+			return err
+		}
+	}
+	return a.open(n, r.Attachment)
+}
+
+// free takes the rules away. Connections that are open stay as they are; the gate closes when nobody waits in it.
+func (a *Agent) free(ctx context.Context, r *attach.Record) error {
+	if r.Installed == nil {
+		return nil
+	}
+	if err := r.Installed.Remove(ctx, r.Netns, forgetWaitingHere); err != nil {
+		return err
+	}
+	r.Installed = nil
+	return nil
+}
+
+// reconsider looks whether the source still wants of each attachment what was done, and of each pod that runs
+// without having been attached whether it is to be captured.
+func (a *Agent) reconsider(ctx context.Context) {
+	for _, n := range a.all() {
+		for _, r := range a.records(n) {
+			a.note(r, a.again(ctx, r))
+		}
+	}
+	a.enrol(ctx)
+}
+
+func (a *Agent) records(n *netns) []attach.Record {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var records []attach.Record
+	for _, r := range n.attachments {
+		records = append(records, *r)
+	}
+	return records
+}
+
+// again settles an attachment that was settled before.
+func (a *Agent) again(ctx context.Context, r attach.Record) error {
+	n := a.enter(r.NetnsID)
+	defer a.leave(n)
+	a.mu.Lock()
+	now := n.attachments[r.ID]
+	a.mu.Unlock()
+	if now == nil || now.State != attach.Passed && now.Installed == nil {
+		return nil // gone, or the plugin has yet to record what it installed; Reconcile will see that
+	}
+	return a.settle(ctx, n, *now)
+}
+
+// closeUnused closes the gates of netns that are captured no more and where nobody waits.
+func (a *Agent) closeUnused() {
+	for _, n := range a.all() {
+		n.changing.Lock()
+		if a.unused(n) {
+			a.release(n)
+		}
+		n.changing.Unlock()
+	}
+}
+
+func (a *Agent) unused(n *netns) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if n.gate == nil {
+		return false
+	}
+	for _, r := range n.attachments {
+		if r.State != attach.Passed {
+			return false
+		}
+	}
+	queued, err := n.gate.Queued()
+	return err == nil && queued == 0
+}

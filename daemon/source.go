@@ -1,0 +1,74 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"os"
+
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"github.com/sluice-cni/sluice/daemon/agent"
+	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/kube"
+	"github.com/sluice-cni/sluice/daemon/optin"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// everything is the source that captures whatever the plugin asks about; annotations are the runtime's.
+func everything(conf config.Config) agent.Source {
+	return agent.Decide(func(a attach.Attachment, interfaces []string) (attach.Decision, error) {
+		return optin.Decide(conf, optin.Pod{Annotations: a.Annotations}, interfaces)
+	})
+}
+
+// labelled is the source that captures what labels opt in.
+type labelled struct {
+	*kube.Node
+	conf config.Config
+}
+
+// Decide implements agent.Source.
+func (l labelled) Decide(ctx context.Context, a attach.Attachment, interfaces []string, live bool) (attach.Decision, error) {
+	pod, err := l.Cached(a.Pod)
+	if err != nil && live {
+		pod, err = l.Pod(ctx, a.Pod)
+	}
+	if err != nil {
+		return attach.Decision{}, err
+	}
+	return optin.Decide(l.conf, pod, interfaces)
+}
+
+// newNode connects to the API server: in a pod as its service account, elsewhere by a kubeconfig.
+func newNode(kubeconfig string, conf config.Config, log *slog.Logger) (*kube.Node, error) {
+	name := os.Getenv("NODE_NAME")
+	if name == "" {
+		return nil, fmt.Errorf("capture.source is %s: the environment variable NODE_NAME must name this node, as the API server does", config.Kubernetes)
+	}
+	client, err := newClient(kubeconfig)
+	if err != nil {
+		return nil, fmt.Errorf("API server: %w", err)
+	}
+	return kube.New(client, name, conf.Upstream, log)
+}
+
+func newClient(kubeconfig string) (kubernetes.Interface, error) {
+	rest, err := restConfig(kubeconfig)
+	if err != nil {
+		return nil, err
+	}
+	// A node may get all its pods at once, each of which may have to be asked for.
+	rest.QPS, rest.Burst = 100, 200
+	rest.UserAgent = "sluiced/" + gitVersion
+	return kubernetes.NewForConfig(rest)
+}
+
+func restConfig(kubeconfig string) (*rest.Config, error) {
+	if kubeconfig == "" {
+		return rest.InClusterConfig()
+	}
+	return clientcmd.BuildConfigFromFlags("", kubeconfig)
+}
