@@ -22,11 +22,11 @@ var drifts = []struct {
 }{
 	{
 		"no redirect", []string{"iptables -t nat -D SLUICE_CAPTURE 1"},
-		[]string{"flush chain ip sluice-nat SLUICE_CAPTURE"}, "IPv4.*-A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001",
+		[]string{"flush chain ip sluice-nat SLUICE_CAPTURE"}, "IPv4.*-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
 	},
 	{
 		"no redirect of IPv6", []string{"ip6tables -t nat -D SLUICE_CAPTURE 1"},
-		[]string{"flush chain ip6 sluice-nat SLUICE_CAPTURE"}, "IPv6.*-A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001",
+		[]string{"flush chain ip6 sluice-nat SLUICE_CAPTURE"}, "IPv6.*-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
 	},
 	{
 		"no jump", []string{"iptables -t nat -D OUTPUT 1"},
@@ -41,9 +41,9 @@ var drifts = []struct {
 		[]string{"flush chain ip6 sluice-nat SLUICE_PREROUTING"}, "IPv6.*-A SLUICE_PREROUTING -j SLUICE_OUTBOUND",
 	},
 	{
-		"another port", []string{"iptables -t nat -R SLUICE_CAPTURE 1 -p tcp -j REDIRECT --to-ports 15002"},
+		"another port", []string{"iptables -t nat -R SLUICE_CAPTURE 1 -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15002"},
 		[]string{"flush chain ip sluice-nat SLUICE_CAPTURE", "add rule ip sluice-nat SLUICE_CAPTURE meta l4proto tcp redirect to :15002"},
-		"IPv4.*-A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001",
+		"IPv4.*-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
 	},
 	{
 		"a foreign rule before ours", []string{"iptables -t nat -I OUTPUT -d 198.51.100.10 -j ACCEPT"},

@@ -32,11 +32,16 @@ type testAgent struct {
 
 func newAgent(t *testing.T, decide Decide) *testAgent {
 	t.Helper()
+	return newAgentFor(t, decide)
+}
+
+func newAgentFor(t *testing.T, source Source) *testAgent {
+	t.Helper()
 	state := t.TempDir()
 	log := slog.New(slog.DiscardHandler)
 	up := upstream.New(config.Upstream{Address: "127.0.0.1:1", Protocol: config.Connect}, nil, log)
 	store := attach.NewStore(state)
-	a := New(decide, store, up, log)
+	a := New(source, store, up, log)
 	t.Cleanup(func() {
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel()

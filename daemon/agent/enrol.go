@@ -69,6 +69,9 @@ func (a *Agent) enrolOne(ctx context.Context, at attach.Attachment) error {
 		return nil // its own ADD was quicker
 	}
 	r := attach.Record{Attachment: at, NetnsID: id, State: attach.Passed}
+	if err := a.store.Write(r); err != nil {
+		return err
+	}
 	a.join(n, &r)
 	return a.settle(ctx, n, r)
 }
@@ -89,15 +92,14 @@ func findNetns(pods []optin.Running) ([]attach.Attachment, error) {
 			continue
 		}
 		for _, p := range pods {
-			for _, ip := range p.IPs {
-				if ifName, ok := addresses[ip]; ok {
-					found = append(found, attach.Attachment{
-						// No runtime knows it by this ID; when the netns goes, so does the attachment.
-						ID: attach.ID{ContainerID: p.Pod.UID, IfName: ifName}, Netns: path, Pod: p.Pod, IPs: p.IPs,
-					})
-					break
-				}
+			i := slices.IndexFunc(p.IPs, func(ip netip.Addr) bool { return addresses[ip] != "" })
+			if i < 0 {
+				continue
 			}
+			found = append(found, attach.Attachment{
+				// No runtime knows it by this ID; when the netns goes, so does the attachment.
+				ID: attach.ID{ContainerID: p.Pod.UID, IfName: addresses[p.IPs[i]]}, Netns: path, Pod: p.Pod, IPs: p.IPs,
+			})
 		}
 	}
 	return found, errors.Join(errs...)

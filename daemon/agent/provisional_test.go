@@ -22,6 +22,7 @@ import (
 // says who it talks to.
 type provisional struct {
 	*nstest.Host
+	world  *nstest.Host
 	served atomic.Int32
 }
 
@@ -30,7 +31,7 @@ const server = "198.51.100.10"
 func newProvisional(t *testing.T) *provisional {
 	t.Helper()
 	world := nstest.NewHost(t, "world")
-	p := &provisional{Host: nstest.NewHost(t, "pod")}
+	p := &provisional{Host: nstest.NewHost(t, "pod"), world: world}
 	p.IP("link", "add", "eth0", "index", "1000", "type", "veth", "peer", "name", "eth0", "netns", world.Name)
 	for h, address := range map[*nstest.Host]string{p.Host: "198.51.100.2", world: server} {
 		h.IP("addr", "add", address+"/24", "dev", "eth0")

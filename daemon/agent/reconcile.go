@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"time"
 
@@ -18,7 +19,7 @@ import (
 // whose netns is gone.
 func (a *Agent) Reconcile(ctx context.Context) {
 	a.dropGone()
-	a.closeUnused()
+	a.closeUnused(ctx)
 	a.mu.Lock()
 	watched := a.watched
 	a.mu.Unlock()
@@ -154,15 +155,21 @@ func (a *Agent) settle(ctx context.Context, n *netns, r attach.Record) error {
 	case errors.Is(err, optin.ErrUnknown) && r.State != attach.Provisional:
 		return nil
 	case err != nil:
+		if !errors.Is(err, optin.ErrUnknown) {
+			a.report(r.Pod, true, reasonRefused, fmt.Sprintf("the pod stays %s: %s", r.State, err))
+		}
 		return fmt.Errorf("it stays %s: %w", r.State, err)
 	case state(d) == r.State && (!d.Capture || equal(*d.Ruleset, r.Installed.Ruleset)):
 		return nil
 	}
 	was := r.State
-	if d.Capture {
+	switch {
+	case d.Capture:
 		err = a.capture(ctx, n, &r, *d.Ruleset)
-	} else {
-		err = a.free(ctx, &r)
+	case was == attach.Captured:
+		err = a.drain(ctx, &r)
+	default:
+		err = a.free(ctx, &r, forgetWaitingHere)
 	}
 	if err != nil {
 		return err
@@ -210,12 +217,25 @@ func (a *Agent) capture(ctx context.Context, n *netns, r *attach.Record, want ru
 	return a.open(n, r.Attachment)
 }
 
-// free takes the rules away. Connections that are open stay as they are; the gate closes when nobody waits in it.
-func (a *Agent) free(ctx context.Context, r *attach.Record) error {
+// drain ends the capture of new connections. Rules stay, because those that were redirected need the kernel's
+// nat for as long as they are open: its hooks go with the last nat chain. closeUnused takes the rest away.
+func (a *Agent) drain(ctx context.Context, r *attach.Record) error {
+	nothing := r.Installed.Ruleset
+	nothing.ExcludeCIDRs = []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
+	in, err := ruleset.Apply(ctx, r.Netns, nothing, r.Installed.Backend, r.Installed)
+	if err != nil {
+		return err
+	}
+	r.Installed = &in
+	return nil
+}
+
+// free takes the rules away.
+func (a *Agent) free(ctx context.Context, r *attach.Record, released func() error) error {
 	if r.Installed == nil {
 		return nil
 	}
-	if err := r.Installed.Remove(ctx, r.Netns, forgetWaitingHere); err != nil {
+	if err := r.Installed.Remove(ctx, r.Netns, released); err != nil {
 		return err
 	}
 	r.Installed = nil
@@ -256,28 +276,44 @@ func (a *Agent) again(ctx context.Context, r attach.Record) error {
 	return a.settle(ctx, n, *now)
 }
 
-// closeUnused closes the gates of netns that are captured no more and where nobody waits.
-func (a *Agent) closeUnused() {
+// closeUnused takes away what is left of captures that have ended, when the last of their connections has.
+func (a *Agent) closeUnused(ctx context.Context) {
 	for _, n := range a.all() {
 		n.changing.Lock()
 		if a.unused(n) {
+			for _, r := range a.records(n) {
+				a.note(r, a.clear(ctx, n, r))
+			}
 			a.release(n)
 		}
 		n.changing.Unlock()
 	}
 }
 
+func (a *Agent) clear(ctx context.Context, n *netns, r attach.Record) error {
+	if r.Installed == nil {
+		return nil
+	}
+	if err := a.free(ctx, &r, nil); err != nil {
+		return err
+	}
+	a.join(n, &r)
+	if a.deleted(r) {
+		return nil
+	}
+	return a.store.Write(r)
+}
+
+// unused tells whether something is left in n that no connection needs.
 func (a *Agent) unused(n *netns) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if n.gate == nil {
-		return false
-	}
-	for _, r := range n.attachments {
-		if r.State != attach.Passed {
+	left := n.gate != nil
+	for id, r := range n.attachments {
+		if s := n.status(id); r.State != attach.Passed || s.Waiting+s.Open > 0 {
 			return false
 		}
+		left = left || r.Installed != nil
 	}
-	queued, err := n.gate.Queued()
-	return err == nil && queued == 0
+	return left
 }

@@ -25,15 +25,15 @@ var iptablesDamages = []damage{
 	},
 	{
 		"a rule of IPv6 is deleted",
-		[]string{"IP6T -t nat -D SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001"},
-		[]string{"IPv6 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001"},
+		[]string{"IP6T -t nat -D SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001"},
+		[]string{"IPv6 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001"},
 	},
 	{
 		"a rule is changed",
-		[]string{"IPT -t nat -R SLUICE_CAPTURE 1 -p tcp -j REDIRECT --to-ports 15002"},
+		[]string{"IPT -t nat -R SLUICE_CAPTURE 1 -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15002"},
 		[]string{
-			"IPv4 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001",
-			"IPv4 nat SLUICE_CAPTURE: unexpected: -A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15002",
+			"IPv4 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
+			"IPv4 nat SLUICE_CAPTURE: unexpected: -A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15002",
 		},
 	},
 	{
@@ -75,7 +75,7 @@ var nftablesDamages = []damage{
 	{
 		"a rule is deleted",
 		[]string{"nft flush chain ip sluice-nat SLUICE_CAPTURE"},
-		[]string{"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001"},
+		[]string{"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001"},
 	},
 	{
 		"a rule is changed",
@@ -84,7 +84,7 @@ var nftablesDamages = []damage{
 			"nft add rule ip sluice-nat SLUICE_CAPTURE meta l4proto tcp redirect to :15002",
 		},
 		[]string{
-			"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -j REDIRECT --to-ports 15001",
+			"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
 			"IPv4 table sluice-nat chain SLUICE_CAPTURE: unexpected: a rule that is not ours, handle ",
 		},
 	},

@@ -1,0 +1,235 @@
+package agent
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/sluice-cni/sluice/daemon/optin"
+	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// wishes is a source that a test changes.
+type wishes struct {
+	decide  Decide
+	changed chan struct{}
+
+	mu      sync.Mutex
+	running []optin.Running
+	events  []string
+}
+
+func newWishes() *wishes { return &wishes{decide: pass, changed: make(chan struct{}, 1)} }
+
+func (w *wishes) set(d Decide, running ...optin.Running) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.decide, w.running = d, running
+}
+
+// Decide implements Source.
+func (w *wishes) Decide(_ context.Context, a attach.Attachment, interfaces []string, _ bool) (attach.Decision, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.decide(a, interfaces)
+}
+
+func (w *wishes) Changed() <-chan struct{} { return w.changed }
+
+func (w *wishes) Running() []optin.Running {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.running
+}
+
+func (w *wishes) Report(pod attach.Pod, warning bool, reason, message string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.events = append(w.events, fmt.Sprintf("%s %t %s: %s", pod, warning, reason, message))
+}
+
+// chat is a connection of p to an echo server that was there before anything else.
+type chat struct{ net.Conn }
+
+func (p *provisional) chat(t *testing.T) chat {
+	t.Helper()
+	p.world.Serve(server+":7", func(c net.Conn) { _, _ = io.Copy(c, c) }) // until the client ends it
+	c, err := p.Dial(t.Context(), "tcp", server+":7")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	return chat{c}
+}
+
+func (c chat) check(t *testing.T, when string) {
+	t.Helper()
+	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, len(when))
+	_, err := io.WriteString(c, when)
+	if err == nil {
+		_, err = io.ReadFull(c, got)
+	}
+	if err != nil || string(got) != when {
+		t.Errorf("the connection that was open before, %s: got %q, %v", when, got, err)
+	}
+}
+
+// TestEnrolledAndReleasedLive: a pod that ran before anybody knew of it is captured when its labels say so, and let go
+// when they do not any more. What was open before goes on.
+func TestEnrolledAndReleasedLive(t *testing.T) {
+	t.Parallel()
+	p := newProvisional(t)
+	before := p.chat(t)
+	before.check(t, "untouched")
+	w := newWishes()
+	pod := attach.Pod{Namespace: "ci", Name: "old-0", UID: "4c1d"}
+	const ip = "203.0.113.4" // by which no other test's pod is found
+	p.IP("addr", "add", ip+"/32", "dev", "eth0")
+	here := optin.Running{Pod: pod, IPs: []netip.Addr{netip.MustParseAddr(ip)}, Facts: optin.Pod{Labels: map[string]string{optin.Label: "true"}}}
+	a := newAgentFor(t, w)
+
+	a.reconsider(t.Context())
+	if s := a.Status().Attachments; len(s) > 0 {
+		t.Fatalf("nothing is wanted: got %+v", s)
+	}
+
+	w.set(capture, here)
+	a.reconsider(t.Context())
+	id := attach.ID{ContainerID: pod.UID, IfName: "eth0"}
+	if s, ok := a.of(id); !ok || s.State != attach.Captured || s.Pod != "ci/old-0" {
+		t.Fatalf("labelled: got %+v", s)
+	}
+	before.check(t, "captured")
+	p.ask(t, server+":80")
+	nstest.Eventually(t, "a new connection waits for the upstream", func() bool {
+		s, _ := a.of(id)
+		return s.Waiting == 1
+	})
+	if got := p.served.Load(); got != 0 {
+		t.Errorf("%d connections went around", got)
+	}
+	if _, err := a.store.Read(id); err != nil {
+		t.Errorf("no record for the next daemon: %v", err)
+	}
+
+	w.set(func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+		d, err := capture(at, interfaces)
+		d.Ruleset.ExcludePorts = []ruleset.PortRange{{First: 81, Last: 81}}
+		return d, err
+	}, here)
+	a.reconsider(t.Context())
+	if got, want := <-p.ask(t, server+":81"), "hello 198.51.100.2"; got != want {
+		t.Errorf("to a port that was excluded by now: got %q, want %q", got, want)
+	}
+
+	w.set(pass, here)
+	a.reconsider(t.Context())
+	if got, want := <-p.ask(t, server+":80"), "hello 198.51.100.2"; got != want {
+		t.Errorf("released: got %q, want %q", got, want)
+	}
+	if s, _ := a.of(id); s.State != attach.Passed || s.Waiting != 1 {
+		t.Errorf("released: got %+v, want the connection that waits to go on waiting", s)
+	}
+	before.check(t, "released")
+	want := []string{
+		"ci/old-0 false SluiceCaptured: TCP connections go through the node's proxy (the test says so); connections that were open before stay as they are",
+		"ci/old-0 false SluiceReleased: TCP connections go straight out (the test says so); connections that were open before stay as they are",
+	}
+	if diff := cmp.Diff(want, w.events); diff != "" {
+		t.Errorf("events (-want +got):\n%s", diff)
+	}
+}
+
+// TestReleasedConnectionsGoOn: what waits or is relayed when capture ends still needs the kernel's nat. When the
+// last has ended, nothing is left.
+func TestReleasedConnectionsGoOn(t *testing.T) {
+	forBackends(t, func(t *testing.T, backend string) {
+		p := newProvisional(t)
+		w := newWishes()
+		w.set(capture)
+		a := newAgentFor(t, w)
+		r := a.write(t, p.Host, attach.Captured, p.apply(t, backend))
+		a.Reconcile(t.Context())
+		c, err := p.Dial(t.Context(), "tcp", server+":80")
+		if err != nil {
+			t.Fatal(err)
+		}
+		nstest.Eventually(t, "the connection waits", func() bool {
+			s, _ := a.of(r.ID)
+			return s.Waiting == 1
+		})
+		w.set(pass)
+		a.reconsider(t.Context())
+		if got, want := <-p.ask(t, server+":80"), "hello 198.51.100.2"; got != want {
+			t.Errorf("released: got %q, want %q", got, want)
+		}
+		a.Reconcile(t.Context())
+		if _, err := c.Write([]byte("x")); err != nil {
+			t.Error(err)
+		}
+		nstest.Eventually(t, "what it sends arrives in the gate", func() bool {
+			return strings.TrimSpace(p.Exec("ss", "-Hnt", "state", "established", "sport = :15001 and dport != :15001")) != "" &&
+				strings.HasPrefix(p.Exec("ss", "-Hnt", "state", "established", "sport = :15001"), "1 ")
+		})
+		if s, _ := a.of(r.ID); s.State != attach.Passed || s.Waiting != 1 {
+			t.Errorf("got %+v, want it not captured, and one waiting", s)
+		}
+		_ = c.Close()
+	})
+}
+
+func TestNothingIsLeftOfAReleasedPod(t *testing.T) {
+	forBackends(t, func(t *testing.T, backend string) {
+		p := newProvisional(t)
+		w := newWishes()
+		w.set(capture)
+		a := newAgentFor(t, w)
+		r := a.write(t, p.Host, attach.Captured, p.apply(t, backend))
+		a.Reconcile(t.Context())
+		w.set(pass)
+		a.reconsider(t.Context())
+		a.Reconcile(t.Context())
+		if rules := p.rules(); strings.Contains(strings.ToLower(rules), "sluice") {
+			t.Errorf("rules are left:\n%s", rules)
+		}
+		nstest.Eventually(t, "nobody listens", func() bool { return p.Exec("ss", "-Hlnt", "sport = :15001") == "" })
+		if got, err := a.store.Read(r.ID); err != nil || got.State != attach.Passed || got.Installed != nil {
+			t.Errorf("record: got %+v, %v", got, err)
+		}
+	})
+}
+
+func TestPodsThatCannotBeCapturedAreTold(t *testing.T) {
+	t.Parallel()
+	w := newWishes()
+	labels := map[string]string{optin.Label: "true"}
+	w.set(capture,
+		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "host"}, HostNetwork: true, Facts: optin.Pod{Labels: labels}},
+		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "proxy"}, Facts: optin.Pod{Labels: labels, Upstream: true}},
+		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "plain"}, HostNetwork: true},
+	)
+	a := newAgentFor(t, w)
+	for range 2 {
+		a.reconsider(t.Context())
+	}
+	want := []string{
+		"ci/host true SluiceNotCaptured: the pod uses the host's network: what it sends is the node's",
+		"ci/proxy true SluiceNotCaptured: the pod runs the upstream: what it sends would come back to it",
+	}
+	if diff := cmp.Diff(want, w.events); diff != "" {
+		t.Errorf("events, each once (-want +got):\n%s", diff)
+	}
+}
