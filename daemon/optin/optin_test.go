@@ -209,3 +209,41 @@ func FuzzAnnotate(f *testing.F) {
 		}
 	})
 }
+
+func TestLabels(t *testing.T) {
+	t.Parallel()
+	c := conf()
+	c.Capture.Source = config.Kubernetes
+	on, off := map[string]string{Label: "true"}, map[string]string{Label: "false"}
+	for _, tc := range []struct {
+		name    string
+		pod     Pod
+		capture bool
+		says    string // of the reason, or of the error
+	}{
+		{"no label", Pod{}, false, "neither pod nor namespace"},
+		{"pod", Pod{Labels: on}, true, "of the pod is true"},
+		{"namespace", Pod{NamespaceLabels: on}, true, "of the namespace is true"},
+		{"pod opts out", Pod{Labels: off, NamespaceLabels: on}, false, "of the pod is false"},
+		{"pod opts in", Pod{Labels: on, NamespaceLabels: off}, true, "of the pod is true"},
+		{"the upstream's own", Pod{NamespaceLabels: on, Upstream: true}, false, "upstream's own"},
+	} {
+		d, err := Decide(c, tc.pod, []string{"eth0"})
+		if err != nil || d.Capture != tc.capture || (d.Ruleset != nil) != tc.capture || !strings.Contains(d.Reason, tc.says) {
+			t.Errorf("%s: got %+v, %v; want captured %t, because %q", tc.name, d, err, tc.capture, tc.says)
+		}
+	}
+	for _, bad := range []Pod{
+		{Labels: map[string]string{Label: "yes"}},
+		{NamespaceLabels: map[string]string{Label: ""}},
+		{Labels: on, Annotations: map[string]string{Prefix + "quic": "maybe"}},
+	} {
+		if d, err := Decide(c, bad, []string{"eth0"}); err == nil || !strings.Contains(err.Error(), Prefix) {
+			t.Errorf("%+v: got %+v, %v; want an error that names the key", bad, d, err)
+		}
+	}
+	// A bad annotation of a pod that did not opt in is nobody's business.
+	if d, err := Decide(c, Pod{Annotations: map[string]string{Prefix + "quic": "maybe"}}, nil); err != nil || d.Capture {
+		t.Errorf("not opted in: got %+v, %v", d, err)
+	}
+}
