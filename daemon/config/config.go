@@ -141,7 +141,10 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	if err := walk("", js, keys); err != nil {
 		return Config{}, err
 	}
-	return c, c.complete()
+	if err := c.complete(); err != nil {
+		return Config{}, err
+	}
+	return c, nil
 }
 
 // complete reports what is missing, and what does not go together.
@@ -185,7 +188,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		}),
 		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5}, "sockets")),
 		"upstream.podSelector.namespace":   text(&c.Upstream.Pods.Namespace, named),
-		"upstream.podSelector.matchLabels": labels(&c.Upstream.Pods.Labels),
+		"upstream.podSelector.matchLabels": labels(&c.Upstream.Pods),
 		"upstream.service.namespace":       text(&c.Upstream.Service.Namespace, named),
 		"upstream.service.name":            text(&c.Upstream.Service.Name, named),
 		"upstream.port":                    text(&c.Upstream.Port, port),
@@ -361,15 +364,15 @@ func named(s string) (string, error) {
 	return s, nil
 }
 
-func labels(to *map[string]string) setter {
+func labels(of *Selector) setter {
 	return func(raw json.RawMessage) error {
 		var values map[string]json.RawMessage
 		if err := json.Unmarshal(raw, &values); err != nil || values == nil {
 			return fmt.Errorf("%.100s is not a mapping of labels", raw)
 		}
-		*to = map[string]string{}
+		of.Labels = map[string]string{}
 		for k, v := range values {
-			(*to)[k] = scalar(v)
+			of.Labels[k] = scalar(v)
 		}
 		return nil
 	}

@@ -167,7 +167,9 @@ func (r Ruleset) outbound(f Family) chain {
 
 // captureNAT redirects what begins with a SYN. Of a connection that was open before there were rules, conntrack
 // takes the next segment for the first (nf_conntrack_tcp_loose); redirected, it would be answered with a reset.
-func (r Ruleset) captureNAT() chain { return r.capture(nil, targetRedirect, match{syn: true}, "captured") }
+func (r Ruleset) captureNAT() chain {
+	return r.capture(nil, targetRedirect, match{syn: true}, "captured")
+}
 
 func (r Ruleset) captureFilter() chain {
 	var first []rule
