@@ -85,13 +85,17 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 			if r := n.Records(); len(r) != 1 || r[0].State != attach.Passed || r[0].Installed != nil {
 				t.Errorf("got records %s, want one of a pod that is not captured", netns.JSON(r))
 			}
-			// The daemon that runs from now on has nothing to do with it.
-			n.StartDaemon()
+			// What is settled stays so, until something else is wanted: of the daemon that runs from now on, whose
+			// source is all, that it is captured after all.
+			leaveAlone(t, n)
 			for _, address := range webAddresses {
 				wantWay(t, pod, address, straight)
 			}
-			if left := traces(pod.Host); left != "" {
-				t.Errorf("the daemon brought back:\n%s", left)
+			startRecordingProxy(n, netns.ProxyAddress)
+			d := n.StartDaemon()
+			netns.Eventually(t, "the pod is captured", func() bool { return d.Of(pod).State == attach.Captured })
+			for _, address := range webAddresses {
+				wantWay(t, pod, address, captured)
 			}
 		})
 	}
