@@ -73,11 +73,11 @@ func (a *Agent) Run(ctx context.Context) error {
 	defer reconsider.Stop()
 	for ctx.Err() == nil {
 		a.Reconcile(ctx)
-		a.reportWaiting()
 		select {
 		case <-reconcile.C:
 		case <-reconsider.C:
 			a.reconsider(ctx)
+			a.reportWaiting()
 		case <-a.source.Changed():
 			a.reconsider(ctx)
 		case <-ctx.Done():

@@ -309,11 +309,19 @@ func (a *Agent) unused(n *netns) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	left := n.gate != nil
-	for id, r := range n.attachments {
-		if s := n.status(id); r.State != attach.Passed || s.Waiting+s.Open > 0 {
+	for _, r := range n.attachments {
+		if r.State != attach.Passed {
 			return false
 		}
 		left = left || r.Installed != nil
 	}
-	return left
+	if !left {
+		return false
+	}
+	for id := range n.attachments {
+		if s := n.status(id); s.Waiting+s.Open > 0 {
+			return false
+		}
+	}
+	return true
 }
