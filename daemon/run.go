@@ -15,6 +15,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/config"
@@ -57,26 +58,66 @@ func serve(ctx context.Context, conf config.Config, kubeconfig string, log *slog
 		source, locate = labelled{node, conf}, node.Locate
 		run = append(run, node.Run)
 	}
-	socket, err := agent.Listen(conf.AgentSocket)
+	up := upstream.New(conf.Upstream, locate, log)
+	a := agent.New(source, attach.NewStore(conf.StateDir), up, log)
+	socket, err := begin(ctx, a, conf.AgentSocket)
 	if err != nil {
 		return err
 	}
-	up := upstream.New(conf.Upstream, locate, log)
-	agent := agent.New(source, attach.NewStore(conf.StateDir), up, log)
-	// Before the first call is answered: what was captured has its listeners again.
-	agent.Reconcile(ctx)
 	log.Info("sluiced is up", "version", gitVersion, "agentSocket", conf.AgentSocket,
 		"upstream", conf.Upstream.String(), "protocol", string(conf.Upstream.Protocol))
 
-	run = append(run, up.Run, agent.Run, func(ctx context.Context) error { return agent.Serve(ctx, socket) })
-	if conf.MetricsAddress != "" {
-		run = append(run, func(ctx context.Context) error { return serveMetrics(ctx, conf.MetricsAddress, agentMetrics(agent)) })
-	}
 	parts, ctx := errgroup.WithContext(ctx)
+	// What serves others ends when another daemon has taken over; what relays goes on.
+	serving, retire := context.WithCancel(ctx)
+	defer retire()
+	parts.Go(func() error {
+		select {
+		case <-a.Retired():
+			retire()
+		case <-ctx.Done():
+		}
+		return nil
+	})
 	for _, part := range run {
-		parts.Go(func() error { return part(ctx) })
+		parts.Go(func() error { return part(serving) })
 	}
-	return parts.Wait()
+	parts.Go(func() error { return a.Serve(serving, socket) })
+	if conf.MetricsAddress != "" {
+		parts.Go(func() error { return serveMetrics(serving, conf.MetricsAddress, agentMetrics(a)) })
+	}
+	parts.Go(func() error { return up.Run(ctx) })
+	parts.Go(func() error {
+		err := a.Run(ctx)
+		if _, in := os.LookupEnv("KUBERNETES_SERVICE_HOST"); in && ctx.Err() == nil {
+			<-ctx.Done() // kubelet would start it again, to take over from its successor
+		}
+		if err == nil {
+			err = errEnded
+		}
+		return err
+	})
+	if err := parts.Wait(); !errors.Is(err, errEnded) {
+		return err
+	}
+	return nil
+}
+
+// errEnded ends every part when the agent has.
+var errEnded = errors.New("the agent has ended")
+
+// begin takes the gates over from the daemon before this one, brings up what was captured, and listens on the agent
+// socket. Before the first call is answered, every gate is served again.
+func begin(ctx context.Context, a *agent.Agent, path string) (net.Listener, error) {
+	taken, err := a.TakeOver(path)
+	if err != nil {
+		return nil, err
+	}
+	a.Reconcile(ctx)
+	if err := taken(); err != nil {
+		return nil, fmt.Errorf("taking over from the sluiced before this one: %w", err)
+	}
+	return agent.Listen(path)
 }
 
 func agentMetrics(a *agent.Agent) *prometheus.Registry {
@@ -85,8 +126,15 @@ func agentMetrics(a *agent.Agent) *prometheus.Registry {
 	return r
 }
 
+// takeoverTime is how long a daemon that has handed over may take to leave its port.
+const takeoverTime = 5 * time.Second
+
 func serveMetrics(ctx context.Context, address string, from prometheus.Gatherer) error {
 	l, err := net.Listen("tcp", address)
+	for deadline := time.Now().Add(takeoverTime); errors.Is(err, unix.EADDRINUSE) && time.Now().Before(deadline) && ctx.Err() == nil; {
+		time.Sleep(50 * time.Millisecond) // the daemon before this one is about to leave it
+		l, err = net.Listen("tcp", address)
+	}
 	if err != nil {
 		return fmt.Errorf("metricsAddress: %w", err)
 	}

@@ -35,6 +35,12 @@ type Agent struct {
 	log      *slog.Logger
 	serving  sync.WaitGroup // relays, one for each gate
 
+	// handing is held while the gates are handed over: nothing changes meanwhile. Whoever changes something
+	// holds it for reading.
+	handing   sync.RWMutex
+	retired   chan struct{} // closed when another daemon has taken over
+	inherited map[attach.NetnsID]*gate.Gate
+
 	mu      sync.Mutex // guards the maps, and what is in a netns; held for moments
 	netns   map[attach.NetnsID]*netns
 	byID    map[attach.ID]*netns
@@ -54,7 +60,8 @@ type netns struct {
 	pod         *relay.Pod
 	ctx         context.Context // of what is relayed
 	stop        context.CancelFunc
-	trouble     string // why it is not as its record says
+	refuse      context.CancelFunc // ends what accepts
+	trouble     string             // why it is not as its record says
 }
 
 // New makes an agent without attachments.
@@ -62,16 +69,19 @@ func New(source Source, store attach.Store, up *upstream.Upstream, log *slog.Log
 	return &Agent{
 		source: source, store: store, upstream: up, relay: relay.New(up, log), log: log,
 		netns: map[attach.NetnsID]*netns{}, byID: map[attach.ID]*netns{}, told: map[string]string{},
+		retired: make(chan struct{}), inherited: map[attach.NetnsID]*gate.Gate{},
 	}
 }
 
-// Run takes up what is recorded and then keeps up with it, and with what the source wants, until ctx ends. It
-// closes every gate before it returns; the rules stay, so connections wait for the next daemon.
+// Run takes up what is recorded and then keeps up with it, and with what the source wants, until ctx ends or
+// another daemon has taken over. In the first case it closes every gate before it returns; the rules stay, so
+// connections wait for the next daemon. In the second it returns when what it relays has ended, or is ended
+// after drainTime.
 func (a *Agent) Run(ctx context.Context) error {
 	reconcile, reconsider := time.NewTicker(reconcileInterval), time.NewTicker(reconsiderInterval)
 	defer reconcile.Stop()
 	defer reconsider.Stop()
-	for ctx.Err() == nil {
+	for ctx.Err() == nil && !a.isRetired() {
 		a.Reconcile(ctx)
 		select {
 		case <-reconcile.C:
@@ -81,7 +91,11 @@ func (a *Agent) Run(ctx context.Context) error {
 		case <-a.source.Changed():
 			a.reconsider(ctx)
 		case <-ctx.Done():
+		case <-a.retired:
 		}
+	}
+	if a.isRetired() {
+		a.drained(drainTime)
 	}
 	for _, n := range a.all() {
 		a.shut(n)
@@ -94,6 +108,11 @@ func (a *Agent) Run(ctx context.Context) error {
 func (a *Agent) Attach(ctx context.Context, at attach.Attachment) (attach.Decision, error) {
 	if err := at.Validate(); err != nil {
 		return attach.Decision{}, &attach.RefusedError{Message: err.Error(), Final: true}
+	}
+	a.handing.RLock()
+	defer a.handing.RUnlock()
+	if a.isRetired() {
+		return attach.Decision{}, errRetired
 	}
 	id, err := attach.IdentifyNetns(at.Netns)
 	if err != nil {
@@ -157,6 +176,11 @@ func state(d attach.Decision) attach.State {
 
 // Detach forgets an attachment and its record; one that is not known is no error.
 func (a *Agent) Detach(id attach.ID) error {
+	a.handing.RLock()
+	defer a.handing.RUnlock()
+	if a.isRetired() {
+		return errRetired
+	}
 	if r := a.forget(id); r != nil {
 		a.log.Info("detached", "attachment", r.String())
 	}
@@ -241,9 +265,12 @@ func (a *Agent) open(n *netns, at attach.Attachment) error {
 	if n.gate != nil {
 		return nil
 	}
-	g, err := gate.Open(at.Netns)
-	if err != nil {
-		return err
+	g := a.inherit(n.id)
+	if g == nil {
+		var err error
+		if g, err = gate.Open(at.Netns); err != nil {
+			return err
+		}
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -252,9 +279,16 @@ func (a *Agent) open(n *netns, at attach.Attachment) error {
 		n.pod = &relay.Pod{Name: at.Pod, IPs: at.IPs}
 		n.ctx, n.stop = context.WithCancel(context.Background())
 	}
-	ctx, pod := n.ctx, n.pod
-	a.serving.Go(func() { a.relay.Serve(ctx, g, pod) })
+	a.serve(n)
 	return nil
+}
+
+// serve accepts at the gate of n. It is for who holds mu.
+func (a *Agent) serve(n *netns) {
+	accepting, refuse := context.WithCancel(n.ctx)
+	n.refuse = refuse
+	ctx, g, pod := n.ctx, n.gate, n.pod
+	a.serving.Go(func() { a.relay.Serve(ctx, accepting, g, pod) })
 }
 
 // release closes the gate of n. What is relayed goes on.
@@ -262,6 +296,9 @@ func (a *Agent) release(n *netns) {
 	a.mu.Lock()
 	g := n.gate
 	n.gate = nil
+	if n.refuse != nil {
+		n.refuse()
+	}
 	a.mu.Unlock()
 	if g == nil {
 		return

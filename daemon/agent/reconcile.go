@@ -18,6 +18,11 @@ import (
 // Reconcile takes up records that are not known yet, resolves provisional ones, and drops the attachments
 // whose netns is gone.
 func (a *Agent) Reconcile(ctx context.Context) {
+	a.handing.RLock()
+	defer a.handing.RUnlock()
+	if a.isRetired() {
+		return
+	}
 	a.dropGone()
 	a.closeUnused(ctx)
 	a.mu.Lock()
@@ -245,6 +250,11 @@ func (a *Agent) free(ctx context.Context, r *attach.Record, released func() erro
 // reconsider looks whether the source still wants of each attachment what was done, and of each pod that runs
 // without having been attached whether it is to be captured.
 func (a *Agent) reconsider(ctx context.Context) {
+	a.handing.RLock()
+	defer a.handing.RUnlock()
+	if a.isRetired() {
+		return
+	}
 	for _, n := range a.all() {
 		for _, r := range a.records(n) {
 			a.note(r, a.again(ctx, r))

@@ -10,31 +10,31 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// Listen binds the agent socket, in place of one that a dead daemon left. From then on the plugin's calls
-// queue until Serve.
+// Listen binds the agent socket, in place of one that another daemon left or has handed over. From then on the
+// plugin's calls queue until Serve.
 func Listen(path string) (net.Listener, error) {
-	if c, err := net.DialTimeout("unix", path, time.Second); err == nil {
-		_ = c.Close() // nothing was said
-		return nil, fmt.Errorf("agent socket %s: another sluiced is serving it", path)
-	}
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return nil, fmt.Errorf("agent socket: %w", err)
 	}
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+	fresh := path + ".new" // renamed into place, so that the path always leads to somebody
+	if err := os.Remove(fresh); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, fmt.Errorf("agent socket: %w", err)
 	}
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: fresh, Net: "unix"})
 	if err != nil {
 		return nil, fmt.Errorf("agent socket: %w", err)
 	}
-	if err := os.Chmod(path, 0o600); err != nil {
+	l.SetUnlinkOnClose(false) // by then it may be the next daemon's
+	if err := os.Chmod(fresh, 0o600); err != nil {
+		return nil, errors.Join(fmt.Errorf("agent socket: %w", err), l.Close())
+	}
+	if err := os.Rename(fresh, path); err != nil {
 		return nil, errors.Join(fmt.Errorf("agent socket: %w", err), l.Close())
 	}
 	return l, nil
@@ -93,6 +93,7 @@ func peer(c *net.UnixConn) (cred *unix.Ucred, err error) {
 
 func (a *Agent) handler() http.Handler {
 	mux := http.NewServeMux()
+	mux.HandleFunc("POST "+pathHandover, a.serveHandover)
 	mux.HandleFunc("POST "+attach.PathAttachments, func(w http.ResponseWriter, r *http.Request) {
 		var at attach.Attachment
 		dec := json.NewDecoder(http.MaxBytesReader(w, r.Body, attach.MaxRequest))
@@ -122,6 +123,9 @@ func (a *Agent) handler() http.Handler {
 }
 
 func answer(w http.ResponseWriter, v any, err error) {
+	if errors.Is(err, errRetired) {
+		panic(http.ErrAbortHandler) // to the plugin, this daemon is down
+	}
 	w.Header().Set("Content-Type", "application/json")
 	if err != nil {
 		refused := &attach.RefusedError{Message: err.Error()}

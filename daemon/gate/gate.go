@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"time"
 
 	"github.com/containernetworking/plugins/pkg/ns"
 	"golang.org/x/sys/unix"
@@ -53,6 +54,45 @@ func Open(path string) (*Gate, error) {
 		return nil, errors.Join(fmt.Errorf("listening on port %d in netns %s: %w", ruleset.OutboundPort, path, err), g.Close())
 	}
 	return g, nil
+}
+
+// Adopt makes a gate of the listeners of another, handed over by the process that held them, in the netns at path.
+func Adopt(path string, listeners []*os.File) (*Gate, error) {
+	g := &Gate{}
+	for _, f := range listeners {
+		g.Listeners = append(g.Listeners, &Listener{f})
+	}
+	err := ns.WithNetNSPath(path, func(ns.NetNS) (err error) {
+		g.diag, err = openDiag()
+		return err
+	})
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("taking over listeners in netns %s: %w", path, err), g.Close())
+	}
+	return g, nil
+}
+
+// Files are the listening sockets, to be handed over.
+func (g *Gate) Files() []*os.File {
+	files := make([]*os.File, len(g.Listeners))
+	for i, l := range g.Listeners {
+		files[i] = l.file
+	}
+	return files
+}
+
+// Pause ends every Wait, as Close does, until Resume. What waits to be accepted goes on waiting.
+func (g *Gate) Pause() error { return g.deadline(time.Unix(1, 0)) }
+
+// Resume undoes Pause.
+func (g *Gate) Resume() error { return g.deadline(time.Time{}) }
+
+func (g *Gate) deadline(t time.Time) error {
+	var errs []error
+	for _, l := range g.Listeners {
+		errs = append(errs, l.file.SetReadDeadline(t))
+	}
+	return errors.Join(errs...)
 }
 
 func listen(at unix.Sockaddr) (*Listener, error) {

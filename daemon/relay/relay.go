@@ -90,17 +90,17 @@ func (p *Pod) closed(app *net.TCPConn, bytes uint64) {
 	delete(p.open, app)
 }
 
-// Serve accepts what comes through g until g is closed, then until ctx ends, and returns when the last
-// connection has ended. Nothing is accepted while the upstream is late.
-func (r *Relay) Serve(ctx context.Context, g *gate.Gate, pod *Pod) {
+// Serve accepts what comes through g until g is closed or paused, or accepting ends, and returns when the last
+// connection has ended; the end of ctx ends them all. Nothing is accepted while the upstream is late.
+func (r *Relay) Serve(ctx, accepting context.Context, g *gate.Gate, pod *Pod) {
 	var wg sync.WaitGroup
 	for _, l := range g.Listeners {
-		wg.Go(func() { r.accept(ctx, g, l, pod, &wg) })
+		wg.Go(func() { r.accept(ctx, accepting, g, l, pod, &wg) })
 	}
 	wg.Wait()
 }
 
-func (r *Relay) accept(ctx context.Context, g *gate.Gate, l *gate.Listener, pod *Pod, wg *sync.WaitGroup) {
+func (r *Relay) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Listener, pod *Pod, wg *sync.WaitGroup) {
 	for {
 		if err := l.Wait(); err != nil {
 			if !errors.Is(err, os.ErrClosed) {
@@ -108,9 +108,9 @@ func (r *Relay) accept(ctx context.Context, g *gate.Gate, l *gate.Listener, pod 
 			}
 			return
 		}
-		slot, err := r.enter(ctx)
+		slot, err := r.enter(accepting)
 		if err != nil {
-			return // only ctx
+			return // only accepting
 		}
 		conn, err := l.Accept()
 		if conn == nil {
@@ -120,7 +120,7 @@ func (r *Relay) accept(ctx context.Context, g *gate.Gate, l *gate.Listener, pod 
 			}
 			if err != nil { // out of descriptors, most likely: it waits where it is
 				r.log.Warn("accepting", "pod", pod.Name, "err", err)
-				pause(ctx, lastPause)
+				pause(accepting, lastPause)
 			}
 			continue
 		}

@@ -63,7 +63,7 @@ func serve(t *testing.T) *served {
 	go func() { _ = s.up.Run(ctx) }()
 	go func() {
 		defer close(s.done)
-		New(s.up, log).Serve(ctx, s.gate, s.pod)
+		New(s.up, log).Serve(ctx, ctx, s.gate, s.pod)
 	}()
 	t.Cleanup(func() {
 		s.cancel()

@@ -1,0 +1,315 @@
+package agent
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// A hand-over. The new daemon asks for it at the agent socket, with an HTTP request that the old one answers with
+// "101 Switching Protocols". From then on the old one sends lines of JSON: for each gate one, with its listening
+// sockets as SCM_RIGHTS, and one that ends them. When the new one serves those gates it answers with a line of its
+// own; until then the old one can go on as if nothing had been asked.
+const (
+	pathHandover = "/v1/handover"
+	protocol     = "sluice-handover/1"
+)
+
+const (
+	// handoverPatience bounds a hand-over on either side: a daemon that takes longer hangs.
+	handoverPatience = 2 * time.Second
+	// drainTime is how long a daemon that has handed over goes on relaying what is open.
+	drainTime = 5 * time.Minute
+)
+
+// errRetired is the answer of a daemon that has handed over.
+var errRetired = errors.New("another sluiced has taken over")
+
+// handover is one line.
+type handover struct {
+	Netns attach.NetnsID `json:"netns"`
+	Path  string         `json:"path,omitempty"`
+	End   bool           `json:"end,omitempty"`
+	Taken bool           `json:"taken,omitempty"`
+}
+
+func (a *Agent) isRetired() bool {
+	select {
+	case <-a.retired:
+		return true
+	default:
+		return false
+	}
+}
+
+// Retired is closed when another daemon has taken over.
+func (a *Agent) Retired() <-chan struct{} { return a.retired }
+
+// drained waits for what is relayed to end, but no longer than d.
+func (a *Agent) drained(d time.Duration) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		a.serving.Wait()
+	}()
+	select {
+	case <-done:
+	case <-time.After(d):
+	}
+}
+
+// HandOver gives every gate to whoever is at the other end of conn. If that fails it goes on serving them itself.
+func (a *Agent) HandOver(conn *net.UnixConn) error {
+	a.handing.Lock()
+	defer a.handing.Unlock()
+	if a.isRetired() {
+		return errRetired
+	}
+	if err := conn.SetDeadline(time.Now().Add(handoverPatience)); err != nil {
+		return err
+	}
+	if err := a.sendGates(conn); err != nil {
+		a.resume()
+		return fmt.Errorf("handing over: %w", err)
+	}
+	for _, n := range a.all() {
+		a.release(n) // what it relays goes on
+	}
+	close(a.retired)
+	return nil
+}
+
+func (a *Agent) sendGates(conn *net.UnixConn) error {
+	for _, n := range a.all() {
+		if n.gate == nil {
+			continue
+		}
+		n.refuse()
+		if err := n.gate.Pause(); err != nil {
+			return err
+		}
+		line, err := json.Marshal(handover{Netns: n.id, Path: a.pathOf(n)})
+		if err != nil {
+			return err
+		}
+		if err := send(conn, append(line, '\n'), n.gate.Files()); err != nil {
+			return err
+		}
+	}
+	if err := json.NewEncoder(conn).Encode(handover{End: true}); err != nil {
+		return err
+	}
+	var answer handover
+	if err := json.NewDecoder(conn).Decode(&answer); err != nil {
+		return err
+	}
+	if !answer.Taken {
+		return errors.New("the other did not take them")
+	}
+	return nil
+}
+
+func (a *Agent) pathOf(n *netns) string {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, r := range n.attachments {
+		return r.Netns
+	}
+	return ""
+}
+
+// resume accepts again after a hand-over that failed.
+func (a *Agent) resume() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, n := range a.netns {
+		if n.gate == nil {
+			continue
+		}
+		if err := n.gate.Resume(); err != nil {
+			a.log.Error("accepting again", "err", err)
+			continue
+		}
+		n.refuse()
+		a.serve(n)
+	}
+}
+
+func send(conn *net.UnixConn, line []byte, files []*os.File) error {
+	fds := make([]int, len(files))
+	for i, f := range files {
+		raw, err := f.SyscallConn()
+		if err != nil {
+			return err
+		}
+		if err := raw.Control(func(fd uintptr) { fds[i] = int(fd) }); err != nil {
+			return err
+		}
+	}
+	_, _, err := conn.WriteMsgUnix(line, unix.UnixRights(fds...), nil)
+	return err
+}
+
+// serveHandover is the handler of pathHandover.
+func (a *Agent) serveHandover(w http.ResponseWriter, r *http.Request) {
+	if r.Header.Get("Upgrade") != protocol {
+		answer(w, nil, &attach.RefusedError{Message: "this sluiced hands over by " + protocol, Final: true})
+		return
+	}
+	c, _, err := http.NewResponseController(w).Hijack()
+	if err != nil {
+		answer(w, nil, err)
+		return
+	}
+	defer c.Close() //nolint:errcheck // everything was said
+	if _, err := io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: "+protocol+"\r\n\r\n"); err != nil {
+		return
+	}
+	if err := a.HandOver(c.(*net.UnixConn)); err != nil {
+		a.log.Error("still here", "err", err)
+		return
+	}
+	a.log.Info("handed over to another sluiced; what is open is relayed to its end")
+}
+
+// TakeOver asks the daemon at the agent socket, if there is one, for its gates. After it, Reconcile and then Taken
+// complete the hand-over. That nobody answers is no error.
+func (a *Agent) TakeOver(socket string) (taken func() error, err error) {
+	nothing := func() error { return nil }
+	ctx, cancel := context.WithTimeout(context.Background(), handoverPatience)
+	defer cancel()
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "unix", socket)
+	if err != nil {
+		return nothing, nil // nobody is there
+	}
+	conn := c.(*net.UnixConn)
+	taken, err = a.takeOver(ctx, conn)
+	if err == nil {
+		return taken, nil
+	}
+	_ = conn.Close() // nothing more to say
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		a.log.Warn("the sluiced before this one hangs; going on without it", "err", err)
+		return nothing, nil
+	}
+	return nil, fmt.Errorf("another sluiced serves the agent socket %s, and does not hand over: %w", socket, err)
+}
+
+func (a *Agent) takeOver(ctx context.Context, conn *net.UnixConn) (taken func() error, err error) {
+	deadline, _ := ctx.Deadline()
+	if err := conn.SetDeadline(deadline); err != nil {
+		return nil, err
+	}
+	if _, err := io.WriteString(conn, "POST "+pathHandover+" HTTP/1.1\r\nHost: sluiced\r\nConnection: Upgrade\r\nUpgrade: "+protocol+"\r\n\r\n"); err != nil {
+		return nil, err
+	}
+	in := &rights{conn: conn}
+	lines := bufio.NewReader(in)
+	resp, err := http.ReadResponse(lines, nil)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close() //nolint:errcheck // what follows a 101 is not its body
+	if resp.StatusCode != http.StatusSwitchingProtocols {
+		return nil, errors.New(resp.Status)
+	}
+	if err := a.receiveGates(json.NewDecoder(lines), in); err != nil {
+		return nil, errors.Join(err, a.dropInherited())
+	}
+	return func() error {
+		defer conn.Close() //nolint:errcheck // everything was said
+		return errors.Join(json.NewEncoder(conn).Encode(handover{Taken: true}), a.dropInherited())
+	}, nil
+}
+
+func (a *Agent) receiveGates(lines *json.Decoder, in *rights) error {
+	for {
+		var h handover
+		if err := lines.Decode(&h); err != nil {
+			return err
+		}
+		if h.End {
+			return nil
+		}
+		g, err := gate.Adopt(h.Path, in.take())
+		if err != nil {
+			return err
+		}
+		a.mu.Lock()
+		a.inherited[h.Netns] = g
+		a.mu.Unlock()
+	}
+}
+
+// inherit returns the gate that was handed over for a netns, once.
+func (a *Agent) inherit(id attach.NetnsID) *gate.Gate {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	g := a.inherited[id]
+	delete(a.inherited, id)
+	return g
+}
+
+// dropInherited closes the gates that nobody wanted.
+func (a *Agent) dropInherited() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var errs []error
+	for id, g := range a.inherited {
+		errs = append(errs, g.Close())
+		delete(a.inherited, id)
+	}
+	return errors.Join(errs...)
+}
+
+// rights reads from a connection, and keeps the descriptors that come along. The kernel never hands out those of two
+// messages with one read.
+type rights struct {
+	conn  *net.UnixConn
+	files []*os.File
+}
+
+// take returns the descriptors that came since the last time.
+func (r *rights) take() []*os.File {
+	files := r.files
+	r.files = nil
+	return files
+}
+
+func (r *rights) Read(p []byte) (int, error) {
+	oob := make([]byte, unix.CmsgSpace(16*4))
+	n, oobn, _, _, err := r.conn.ReadMsgUnix(p, oob)
+	if err != nil {
+		return n, err
+	}
+	if n == 0 {
+		return 0, io.EOF
+	}
+	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
+	if err != nil {
+		return n, err
+	}
+	for _, m := range messages {
+		fds, err := unix.ParseUnixRights(&m)
+		if err != nil {
+			return n, err
+		}
+		for _, fd := range fds {
+			r.files = append(r.files, os.NewFile(uintptr(fd), "gate"))
+		}
+	}
+	return n, nil
+}

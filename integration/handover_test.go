@@ -1,0 +1,162 @@
+package integration
+
+import (
+	"context"
+	"io"
+	"net"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+)
+
+// succeed starts another daemon while d runs, and returns when it has taken over.
+func succeed(t *testing.T, n *netns.Node, d *netns.Daemon) *netns.Daemon {
+	t.Helper()
+	next := n.StartDaemon()
+	netns.Eventually(t, "the one has handed over to the other", func() bool {
+		return strings.Contains(d.Log(), "handed over") && strings.Contains(next.Log(), "sluiced is up")
+	})
+	return next
+}
+
+// TestHandOverLosesNothing: not a connection that waits, not one that is relayed, and not one that is made meanwhile.
+func TestHandOverLosesNothing(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	seen := echoWorld(n)
+	d := n.StartDaemon()
+	pods := []*netns.Pod{n.AddPod("one"), n.AddPod("two")}
+	inner := pods[0].Nested()
+	outcome := clients(patience(t), 100, random(16<<10), pods[0].Host, pods[1].Host, inner)
+	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pods...) == 300 })
+
+	d = succeed(t, n, d)
+	if got := waiting(d, pods...); got != 300 {
+		t.Errorf("the next daemon sees %d wait, want 300", got)
+	}
+	startConnectProxy(n)
+	allWell(t, outcome, 300)
+
+	open, err := pods[0].Dial(patience(t), "tcp", echoAddresses[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer open.Close() //nolint:errcheck // closed below
+	say(t, open, "before")
+	before := d
+	d = succeed(t, n, d)
+	say(t, open, "after the daemon that relays it has handed over")
+	if err := echo(patience(t), pods[0].Host, echoAddresses[1], []byte("hello")); err != nil {
+		t.Errorf("a new connection: %v", err)
+	}
+	if before.Ended() {
+		t.Error("it ended while it had a connection to relay")
+	}
+	if err := open.Close(); err != nil {
+		t.Fatal(err)
+	}
+	netns.Eventually(t, "it ends with the last of its connections", before.Ended)
+	if got := int(seen.Load()); got != 302 {
+		t.Errorf("the destination saw %d connections, want 302", got)
+	}
+	if got := n.SYNs(); got != 0 {
+		t.Errorf("%d SYNs left the pods, want none", got)
+	}
+	d.Stop()
+}
+
+func say(t *testing.T, c net.Conn, what string) {
+	t.Helper()
+	got := make([]byte, len(what))
+	_, err := io.WriteString(c, what)
+	if err == nil {
+		_, err = io.ReadFull(c, got)
+	}
+	if err != nil || string(got) != what {
+		t.Errorf("%s: the open connection echoes %q, %v", what, got, err)
+	}
+}
+
+// TestHandOversUnderLoad: somebody connects at every moment of them, and nobody notices.
+func TestHandOversUnderLoad(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	echoWorld(n)
+	startConnectProxy(n)
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	ctx, stop := context.WithCancel(patience(t))
+	defer stop()
+	failures := make(chan error, 4)
+	for i := range cap(failures) {
+		go func() {
+			var err error
+			for err == nil && ctx.Err() == nil {
+				err = echo(patience(t), pod.Host, echoAddresses[i%2], []byte("hello"))
+			}
+			failures <- err
+		}()
+	}
+	for range 5 {
+		d = succeed(t, n, d)
+	}
+	stop()
+	for range cap(failures) {
+		if err := <-failures; err != nil {
+			t.Errorf("during a hand-over: %v", err)
+		}
+	}
+	if got := n.SYNs(); got != 0 {
+		t.Errorf("%d SYNs left the pod, want none", got)
+	}
+}
+
+// TestHandOverToOneThatDies: the old daemon goes on as if nothing had been asked.
+func TestHandOverToOneThatDies(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	echoWorld(n)
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	outcome := clients(patience(t), 20, random(1<<10), pod.Host)
+	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == 20 })
+
+	c, err := net.Dial("unix", n.AgentSocket())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.WriteString(c, "POST /v1/handover HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: sluice-handover/1\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	oob := make([]byte, 1024)
+	netns.Eventually(t, "the listeners came", func() bool {
+		_, oobn, _, _, err := c.(*net.UnixConn).ReadMsgUnix(make([]byte, 4096), oob)
+		if err != nil {
+			t.Fatal(err)
+		}
+		messages, err := unix.ParseSocketControlMessage(oob[:oobn])
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range messages {
+			fds, err := unix.ParseUnixRights(&m)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, fd := range fds {
+				_ = unix.Close(fd)
+			}
+		}
+		return len(messages) > 0
+	})
+	_ = c.Close()
+	netns.Eventually(t, "the daemon notices", func() bool { return strings.Contains(d.Log(), "still here") })
+	startConnectProxy(n)
+	allWell(t, outcome, 20)
+	if err := n.AddPod("next").Check(); err != nil {
+		t.Errorf("CHECK of a pod that was added then: %v", err)
+	}
+}
