@@ -38,6 +38,6 @@ func command() *cobra.Command {
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
-	root.AddCommand(runCommand(), statusCommand(), waitCommand())
+	root.AddCommand(runCommand(), installCommand(), uninstallCommand(), statusCommand(), waitCommand())
 	return root
 }

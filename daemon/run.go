@@ -19,6 +19,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/install"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -26,6 +27,8 @@ import (
 func runCommand() *cobra.Command {
 	var file, kubeconfig string
 	var level slog.Level
+	var keep bool
+	var flags installFlags
 	c := &cobra.Command{
 		Use:   "run --config FILE",
 		Short: "Run the daemon",
@@ -36,30 +39,67 @@ func runCommand() *cobra.Command {
 				return err
 			}
 			log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
-			return serve(cmd.Context(), conf, kubeconfig, log)
+			installer, namespaces, err := flags.installer(conf)
+			if err != nil {
+				return err
+			}
+			d := daemon{conf: conf, kubeconfig: kubeconfig, excluded: namespaces.Excluded, log: log}
+			if keep {
+				d.keeper = &install.Keeper{Installer: installer, Log: log}
+			}
+			return d.run(cmd.Context())
 		},
 	}
-	c.Flags().StringVar(&file, "config", "/etc/sluice/config.yaml", "configuration file")
+	configFlag(c, &file)
 	c.Flags().StringVar(&kubeconfig, "kubeconfig", "", "how to reach the API server, outside of a pod (with capture.source: kubernetes)")
+	c.Flags().BoolVar(&keep, "install", false, "install the plugin on this node, and keep it installed")
+	flags.add(c)
 	c.Flags().TextVar(&level, "log-level", slog.LevelInfo, "DEBUG, INFO, WARN or ERROR")
 	return c
 }
 
-// serve runs every part of the daemon until ctx ends or one of them fails.
-func serve(ctx context.Context, conf config.Config, kubeconfig string, log *slog.Logger) error {
+func configFlag(c *cobra.Command, file *string) {
+	c.Flags().StringVar(file, "config", "/etc/sluice/config.yaml", "configuration file")
+}
+
+// daemon is what `sluiced run` was told.
+type daemon struct {
+	conf       config.Config
+	kubeconfig string
+	excluded   func(namespace string) bool
+	keeper     *install.Keeper // nil unless it is to install
+	log        *slog.Logger
+}
+
+// run runs every part of the daemon until ctx ends or one of them fails.
+func (d daemon) run(ctx context.Context) error {
+	conf, log := d.conf, d.log
 	source := everything(conf)
 	var locate func() (string, error)
-	var run []func(context.Context) error
+	var parts []func(context.Context) error
+	var ready []func() error
 	if conf.Capture.Source == config.Kubernetes {
-		node, err := newNode(kubeconfig, conf, log)
+		node, err := newNode(d.kubeconfig, conf, log)
 		if err != nil {
 			return err
 		}
-		source, locate = labelled{node, conf}, node.Locate
-		run = append(run, node.Run)
+		source, locate = labelled{node, conf, d.excluded}, node.Locate
+		parts = append(parts, node.Run)
+		ready = append(ready, node.Ready)
+	}
+	if d.keeper != nil {
+		parts = append(parts, d.keeper.Run)
+		ready = append(ready, d.keeper.Ready)
 	}
 	up := upstream.New(conf.Upstream, locate, log)
 	a := agent.New(source, attach.NewStore(conf.StateDir), up, log)
+	a.Ready = func() error {
+		var errs []error
+		for _, ask := range ready {
+			errs = append(errs, ask())
+		}
+		return errors.Join(errs...)
+	}
 	socket, err := begin(ctx, a, conf.AgentSocket)
 	if err != nil {
 		return err
@@ -67,11 +107,11 @@ func serve(ctx context.Context, conf config.Config, kubeconfig string, log *slog
 	log.Info("sluiced is up", "version", gitVersion, "agentSocket", conf.AgentSocket,
 		"upstream", conf.Upstream.String(), "protocol", string(conf.Upstream.Protocol))
 
-	parts, ctx := errgroup.WithContext(ctx)
+	group, ctx := errgroup.WithContext(ctx)
 	// What serves others ends when another daemon has taken over; what relays goes on.
 	serving, retire := context.WithCancel(ctx)
 	defer retire()
-	parts.Go(func() error {
+	group.Go(func() error {
 		select {
 		case <-a.Retired():
 			retire()
@@ -79,15 +119,15 @@ func serve(ctx context.Context, conf config.Config, kubeconfig string, log *slog
 		}
 		return nil
 	})
-	for _, part := range run {
-		parts.Go(func() error { return part(serving) })
+	for _, part := range parts {
+		group.Go(func() error { return part(serving) })
 	}
-	parts.Go(func() error { return a.Serve(serving, socket) })
+	group.Go(func() error { return a.Serve(serving, socket) })
 	if conf.MetricsAddress != "" {
-		parts.Go(func() error { return serveMetrics(serving, conf.MetricsAddress, agentMetrics(a)) })
+		group.Go(func() error { return serveMetrics(serving, conf.MetricsAddress, agentMetrics(a)) })
 	}
-	parts.Go(func() error { return up.Run(ctx) })
-	parts.Go(func() error {
+	group.Go(func() error { return up.Run(ctx) })
+	group.Go(func() error {
 		err := a.Run(ctx)
 		if _, in := os.LookupEnv("KUBERNETES_SERVICE_HOST"); in && ctx.Err() == nil {
 			<-ctx.Done() // kubelet would start it again, to take over from its successor
@@ -97,7 +137,7 @@ func serve(ctx context.Context, conf config.Config, kubeconfig string, log *slog
 		}
 		return err
 	})
-	if err := parts.Wait(); !errors.Is(err, errEnded) {
+	if err := group.Wait(); !errors.Is(err, errEnded) {
 		return err
 	}
 	return nil

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -27,7 +28,13 @@ func everything(conf config.Config) agent.Source {
 // labelled is the source that captures what labels opt in.
 type labelled struct {
 	*kube.Node
-	conf config.Config
+	conf     config.Config
+	excluded func(namespace string) bool
+}
+
+// Running implements agent.Source: pods that the plugin passes untouched are nobody's business here either.
+func (l labelled) Running() []optin.Running {
+	return slices.DeleteFunc(l.Node.Running(), func(r optin.Running) bool { return l.excluded(r.Pod.Namespace) })
 }
 
 // Decide implements agent.Source.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"text/tabwriter"
@@ -14,7 +15,7 @@ import (
 
 func statusCommand() *cobra.Command {
 	var socket string
-	var asJSON bool
+	var asJSON, ready bool
 	c := &cobra.Command{
 		Use:   "status",
 		Short: "Show the upstream and what waits for it",
@@ -23,6 +24,9 @@ func statusCommand() *cobra.Command {
 			s, err := attach.NewClient(socket).Status(cmd.Context())
 			if err != nil {
 				return err
+			}
+			if ready && s.NotReady != "" {
+				return errors.New(s.NotReady)
 			}
 			if asJSON {
 				e := json.NewEncoder(cmd.OutOrStdout())
@@ -34,6 +38,7 @@ func statusCommand() *cobra.Command {
 	}
 	socketFlag(c, &socket)
 	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	c.Flags().BoolVar(&ready, "ready", false, "fail unless the daemon serves as it should: installed, and in sync with the API server")
 	return c
 }
 
@@ -51,6 +56,9 @@ func printStatus(w io.Writer, s attach.Status) error {
 		fmt.Fprintf(w, ": %s", s.Upstream.Reason)
 	}
 	fmt.Fprint(w, "\n\n")
+	if s.NotReady != "" {
+		fmt.Fprintf(w, "not ready: %s\n\n", s.NotReady)
+	}
 	if len(s.Attachments) == 0 {
 		_, err := fmt.Fprintln(w, "no attachments")
 		return err

@@ -196,7 +196,7 @@ func TestWaitCommandCanBeInterrupted(t *testing.T) {
 func TestHelp(t *testing.T) {
 	t.Parallel()
 	n := netns.NewNode(t, bin)
-	for _, args := range [][]string{{"--help"}, {"run", "--help"}, {"status", "--help"}, {"wait", "--help"}} {
+	for _, args := range [][]string{{"--help"}, {"run", "--help"}, {"status", "--help"}, {"wait", "--help"}, {"install", "--help"}, {"uninstall", "--help"}} {
 		wantText(t, mustCommand(t, n, args...), `Usage:\s+sluiced`)
 	}
 }

@@ -28,6 +28,9 @@ const (
 
 // Agent is the daemon's part of the conversation with the plugin.
 type Agent struct {
+	// Ready, if set, says why the daemon is not ready to serve.
+	Ready func() error
+
 	source   Source
 	store    attach.Store
 	upstream *upstream.Upstream
@@ -335,6 +338,11 @@ func (a *Agent) Status() attach.Status {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	s := attach.Status{Upstream: a.upstream.Status(), Attachments: []attach.AttachmentStatus{}}
+	if a.Ready != nil {
+		if err := a.Ready(); err != nil {
+			s.NotReady = err.Error()
+		}
+	}
 	for id, n := range a.byID {
 		s.Attachments = append(s.Attachments, n.status(id))
 	}

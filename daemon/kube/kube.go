@@ -4,6 +4,7 @@ package kube
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
@@ -132,6 +133,14 @@ func (n *Node) Synced() bool {
 		}
 	}
 	return true
+}
+
+// Ready reports that something has not been seen yet.
+func (n *Node) Ready() error {
+	if !n.Synced() {
+		return errors.New("the API server has not shown this node's pods yet")
+	}
+	return nil
 }
 
 // Changed receives after something changed.

@@ -4,6 +4,9 @@ import "time"
 
 // Status is what `sluiced status` shows.
 type Status struct {
+	// NotReady says why the daemon does not serve as it should yet: the plugin is not installed, the API
+	// server has not been heard.
+	NotReady    string             `json:"notReady,omitempty"`
 	Upstream    UpstreamStatus     `json:"upstream"`
 	Attachments []AttachmentStatus `json:"attachments"`
 }

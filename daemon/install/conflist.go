@@ -1,0 +1,183 @@
+package install
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/containernetworking/cni/libcni"
+)
+
+// pluginType is the type of our entry.
+const pluginType = "sluice"
+
+// element is one entry of a conflist's plugins, by where it stands in the text.
+type element struct {
+	start, end int
+	ours       bool
+}
+
+// elements finds the entries of the top-level "plugins". Nothing but their places is taken from the text: all else
+// in it stays as somebody wrote it.
+func elements(text []byte) ([]element, error) {
+	dec := json.NewDecoder(bytes.NewReader(text))
+	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
+		return nil, errors.Join(errors.New("not a JSON object"), err)
+	}
+	var found []element
+	listed := false
+	for dec.More() {
+		key, err := dec.Token()
+		if err != nil {
+			return nil, err
+		}
+		if key != "plugins" {
+			var skipped json.RawMessage
+			if err := dec.Decode(&skipped); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		if found, err = list(dec); err != nil { // of two lists libcni takes the last
+			return nil, fmt.Errorf(`"plugins": %w`, err)
+		}
+		listed = true
+	}
+	if !listed {
+		return nil, errors.New(`no "plugins"`)
+	}
+	return found, nil
+}
+
+func list(dec *json.Decoder) ([]element, error) {
+	if t, err := dec.Token(); err != nil || t != json.Delim('[') {
+		return nil, errors.Join(errors.New("not a list"), err)
+	}
+	var found []element
+	for dec.More() {
+		var raw json.RawMessage
+		if err := dec.Decode(&raw); err != nil {
+			return nil, err
+		}
+		end := int(dec.InputOffset())
+		var plugin struct{ Type string }
+		if err := json.Unmarshal(raw, &plugin); err != nil {
+			return nil, err
+		}
+		found = append(found, element{end - len(raw), end, plugin.Type == pluginType})
+	}
+	_, err := dec.Token() // the end of it
+	return found, err
+}
+
+// withEntry returns the conflist with entry as the last of its plugins, and no other of ours.
+func withEntry(conflist, entry []byte) ([]byte, error) {
+	all, err := elements(conflist)
+	if err != nil {
+		return nil, err
+	}
+	if n := len(all); n > 0 && all[n-1].ours && count(all) == 1 {
+		return splice(conflist, all[n-1].start, all[n-1].end, entry), nil
+	}
+	if conflist, err = withoutEntry(conflist); err != nil {
+		return nil, err
+	}
+	if all, err = elements(conflist); err != nil {
+		return nil, err
+	}
+	if len(all) == 0 {
+		return nil, errors.New(`"plugins" is empty: there is nothing to chain to`)
+	}
+	last := all[len(all)-1]
+	before := bytes.LastIndexAny(conflist[:last.start], "[,") + 1
+	inserted := append([]byte(","), conflist[before:last.start]...) // on a line of its own where the others are
+	return splice(conflist, last.end, last.end, append(inserted, entry...)), nil
+}
+
+// withoutEntry undoes withEntry, byte for byte.
+func withoutEntry(conflist []byte) ([]byte, error) {
+	for {
+		all, err := elements(conflist)
+		if err != nil {
+			return nil, err
+		}
+		i := len(all) - 1
+		for i >= 0 && !all[i].ours {
+			i--
+		}
+		switch {
+		case i < 0:
+			return conflist, nil
+		case i > 0:
+			conflist = splice(conflist, all[i-1].end, all[i].end, nil)
+		case len(all) > 1:
+			conflist = splice(conflist, all[0].start, all[1].start, nil)
+		default:
+			conflist = splice(conflist, all[0].start, all[0].end, nil)
+		}
+	}
+}
+
+func count(all []element) (ours int) {
+	for _, e := range all {
+		if e.ours {
+			ours++
+		}
+	}
+	return ours
+}
+
+func splice(text []byte, start, end int, replacement []byte) []byte {
+	return append(append(append([]byte{}, text[:start]...), replacement...), text[end:]...)
+}
+
+// fromConf is the conflist of a single plugin's configuration, with its name and cniVersion, as libcni makes it.
+func fromConf(conf []byte) ([]byte, error) {
+	var c struct {
+		CNIVersion json.RawMessage `json:"cniVersion,omitempty"`
+		Name       json.RawMessage `json:"name"`
+	}
+	if err := json.Unmarshal(conf, &c); err != nil {
+		return nil, err
+	}
+	var b bytes.Buffer
+	b.WriteString("{\n")
+	if c.CNIVersion != nil {
+		fmt.Fprintf(&b, "  \"cniVersion\": %s,\n", c.CNIVersion)
+	}
+	fmt.Fprintf(&b, "  \"name\": %s,\n  \"plugins\": [\n    %s\n  ]\n}\n", c.Name, bytes.TrimSpace(conf))
+	return b.Bytes(), nil
+}
+
+// validate reports what no runtime would load.
+func validate(name string, text []byte) error {
+	if isList(name) {
+		if _, err := libcni.ConfListFromBytes(text); err != nil {
+			return err
+		}
+		return single(text)
+	}
+	c, err := libcni.ConfFromBytes(text) //nolint:staticcheck // runtimes load these still
+	if err != nil {
+		return err
+	}
+	if c.Network.Type == "" || c.Network.Name == "" {
+		return errors.New("no type, or no name")
+	}
+	return single(text)
+}
+
+// single reports what follows the first JSON value: libcni does not look.
+func single(text []byte) error {
+	dec := json.NewDecoder(bytes.NewReader(text))
+	var v json.RawMessage
+	if err := dec.Decode(&v); err != nil {
+		return err
+	}
+	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
+		return errors.New("something follows the JSON object")
+	}
+	return nil
+}

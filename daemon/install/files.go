@@ -1,0 +1,117 @@
+package install
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+)
+
+// tempSuffix and the dot before it keep a half-written file from every runtime: none looks at this extension, and
+// none runs a plugin of such a name.
+const tempSuffix = ".sluice-tmp"
+
+// step is called before every step that changes the disk. Tests end the process there.
+var step = func(string) {}
+
+// replace puts data in place of the file at path, or makes it. Whoever reads path at any moment, after a crash
+// too, finds the old content or the new. A symbolic link stays one.
+func replace(path string, data []byte, mode fs.FileMode) error {
+	if target, err := filepath.EvalSymlinks(path); err == nil {
+		path = target
+	}
+	dir, name := filepath.Split(path)
+	temp := filepath.Join(dir, "."+name+tempSuffix)
+	err := write(temp, data, mode, path)
+	if err == nil {
+		step("rename " + path)
+		err = os.Rename(temp, path)
+	}
+	if err != nil {
+		return errors.Join(fmt.Errorf("writing %s: %w", path, err), ignoreMissing(os.Remove(temp)))
+	}
+	return syncDir(dir)
+}
+
+// write makes temp, with the owner of the file that it is to replace.
+func write(temp string, data []byte, mode fs.FileMode, like string) (err error) {
+	step("create " + temp)
+	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	step("write " + temp)
+	if _, err := f.Write(data); err != nil {
+		return err
+	}
+	if info, err := os.Stat(like); err == nil {
+		if old, ok := info.Sys().(*syscall.Stat_t); ok {
+			if err := f.Chown(int(old.Uid), int(old.Gid)); err != nil && !errors.Is(err, os.ErrPermission) {
+				return err
+			}
+		}
+	}
+	if err := f.Chmod(mode); err != nil {
+		return err
+	}
+	step("sync " + temp)
+	return f.Sync()
+}
+
+// move renames within a directory.
+func move(from, to string) error {
+	step("rename " + from)
+	if err := os.Rename(from, to); err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(to))
+}
+
+func remove(path string) error {
+	step("remove " + path)
+	if err := os.Remove(path); err != nil {
+		return ignoreMissing(err)
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+func syncDir(dir string) error {
+	step("sync " + dir)
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
+
+// sweep removes what a write that was cut short has left.
+func sweep(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return ignoreMissing(err)
+	}
+	var errs []error
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), tempSuffix) {
+			errs = append(errs, remove(filepath.Join(dir, e.Name())))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func same(path string, data []byte) bool {
+	have, err := os.ReadFile(path)
+	return err == nil && bytes.Equal(have, data)
+}
+
+func ignoreMissing(err error) error {
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	return err
+}

@@ -1,0 +1,515 @@
+package install
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/containernetworking/cni/libcni"
+	"golang.org/x/sys/unix"
+
+	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+const (
+	entry  = `{"type":"sluice","backend":"auto"}`
+	bridge = `{
+  "cniVersion": "1.0.0",
+  "x-unknown": [1.50, 1e3],
+  "name": "pods",
+  "plugins": [
+    {"type": "bridge", "bridge":"cni0"},
+    {"type": "portmap", "capabilities": {"portMappings": true}}
+  ]
+}
+`
+	conf = `{"cniVersion": "0.4.0", "name": "pods", "type": "ptp", "mtu": 1400.0}` + "\n"
+)
+
+// TestMain is also the installer that a test kills: at the step whose number it is given.
+func TestMain(m *testing.M) {
+	if at, err := strconv.Atoi(os.Getenv("TEST_DIE_AT")); err == nil {
+		n := 0
+		step = func(what string) {
+			n++
+			if n == at {
+				fmt.Println(what)
+				os.Exit(9)
+			}
+		}
+		i := nodeAt(os.Getenv("TEST_DIR"))
+		if os.Getenv("TEST_UNINSTALL") != "" {
+			_, err = i.Uninstall()
+		} else {
+			_, err = i.Install()
+		}
+		if err != nil {
+			fmt.Println(err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// nodeAt is an installer whose node is the directory.
+func nodeAt(dir string) Installer {
+	return Installer{
+		ConfDir: filepath.Join(dir, "net.d"), BinDir: filepath.Join(dir, "bin"), Plugin: filepath.Join(dir, "plugin"),
+		Entry: json.RawMessage(entry), StateDir: filepath.Join(dir, "state"),
+	}
+}
+
+// newNode is a directory with the files of a node.
+func newNode(t *testing.T, files map[string]string) (Installer, string) {
+	t.Helper()
+	dir := t.TempDir()
+	fill(t, dir, files)
+	return nodeAt(dir), dir
+}
+
+func fill(t *testing.T, dir string, files map[string]string) {
+	t.Helper()
+	for _, d := range []string{"net.d", "bin", "state"} {
+		if err := os.MkdirAll(filepath.Join(dir, d), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(t, filepath.Join(dir, "plugin"), "the plugin")
+	for name, text := range files {
+		put(t, filepath.Join(dir, "net.d", name), text)
+	}
+}
+
+var unixEpoch = time.Unix(1, 0)
+
+// put writes a file as if that had been long ago.
+func put(t *testing.T, path, text string) {
+	t.Helper()
+	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chtimes(path, unixEpoch, unixEpoch); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// contents are all files in the conf dir.
+func contents(t *testing.T, i Installer) map[string]string {
+	t.Helper()
+	found := map[string]string{}
+	entries, err := os.ReadDir(i.ConfDir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		data, err := os.ReadFile(filepath.Join(i.ConfDir, e.Name()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		found[e.Name()] = string(data)
+	}
+	return found
+}
+
+// plugins are the types in the chain that the runtime would run.
+func plugins(t *testing.T, i Installer) []string {
+	t.Helper()
+	primary, err := i.primary()
+	if err != nil {
+		t.Fatalf("the runtime finds no network: %v", err)
+	}
+	text, err := os.ReadFile(primary)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var list *libcni.NetworkConfigList
+	if isList(primary) {
+		list, err = libcni.ConfListFromBytes(text)
+	} else {
+		var c *libcni.NetworkConfig
+		if c, err = libcni.ConfFromBytes(text); err == nil { //nolint:staticcheck // runtimes load these still
+			list, err = libcni.ConfListFromConf(c) //nolint:staticcheck // as above
+		}
+	}
+	if err != nil {
+		t.Fatalf("%s: %v", primary, err)
+	}
+	var types []string
+	for _, p := range list.Plugins {
+		types = append(types, p.Network.Type)
+		if p.Network.Type == pluginType && !same(filepath.Join(i.BinDir, pluginType), []byte("the plugin")) {
+			t.Fatalf("%s names a plugin that is not there, or not whole", primary)
+		}
+	}
+	return types
+}
+
+func TestInstallAndUninstall(t *testing.T) {
+	t.Parallel()
+	for name, tc := range map[string]struct {
+		files map[string]string
+		chain []string
+	}{
+		"a conflist":              {map[string]string{"10-a.conflist": bridge}, []string{"bridge", "portmap", "sluice"}},
+		"one line":                {map[string]string{"10-a.conflist": `{"name":"n","cniVersion":"1.0.0","plugins":[{"type":"x"}]}`}, []string{"x", "sluice"}},
+		"a conf":                  {map[string]string{"10-a.conf": conf}, []string{"ptp", "sluice"}},
+		"a json":                  {map[string]string{"10-a.json": conf}, []string{"ptp", "sluice"}},
+		"the first of two":        {map[string]string{"10-a.conflist": bridge, "20-b.conflist": bridge}, []string{"bridge", "portmap", "sluice"}},
+		"the first that is valid": {map[string]string{"00-a.conflist": `{"name": "n"`, "01-b.conf": "{}", "10-c.conflist": bridge, "20-d.conf": conf}, []string{"bridge", "portmap", "sluice"}},
+		"with Windows' line ends": {map[string]string{"10-a.conflist": strings.ReplaceAll(bridge, "\n", "\r\n")}, []string{"bridge", "portmap", "sluice"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			i, _ := newNode(t, tc.files)
+			for range 2 {
+				if _, err := i.Install(); err != nil {
+					t.Fatalf("Install: %v", err)
+				}
+				if got := plugins(t, i); !slices.Equal(got, tc.chain) {
+					t.Errorf("got the chain %v, want %v", got, tc.chain)
+				}
+			}
+			if written, err := i.Install(); err != nil || len(written) > 0 {
+				t.Errorf("a second time: wrote %v, %v", written, err)
+			}
+			if n, err := i.Uninstall(); err != nil || n != 0 {
+				t.Fatalf("Uninstall: %d, %v", n, err)
+			}
+			if got := contents(t, i); fmt.Sprint(got) != fmt.Sprint(tc.files) {
+				t.Errorf("after Uninstall: got %q, want %q", got, tc.files)
+			}
+			if _, err := os.Stat(filepath.Join(i.BinDir, pluginType)); !errors.Is(err, os.ErrNotExist) {
+				t.Errorf("the binary: %v, want it gone", err)
+			}
+		})
+	}
+}
+
+func TestEntryIsReplaced(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge, "20-b.conflist": bridge})
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	first := contents(t, i)["10-a.conflist"]
+	i.Entry = json.RawMessage(`{"type":"sluice","backend":"nftables"}`)
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := contents(t, i)["10-a.conflist"], strings.Replace(first, `"auto"`, `"nftables"`, 1); got != want {
+		t.Errorf("another entry: got\n%s\nwant\n%s", got, want)
+	}
+	// Another network comes first: the entry moves.
+	put(t, filepath.Join(i.ConfDir, "05-new.conflist"), bridge)
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	if got := contents(t, i); got["10-a.conflist"] != bridge || !strings.Contains(got["05-new.conflist"], "nftables") {
+		t.Errorf("a new first one: got %q", got)
+	}
+	// Ours twice, and not last, by somebody's hand.
+	put(t, filepath.Join(i.ConfDir, "05-new.conflist"), `{"name":"n","cniVersion":"1.0.0","plugins":[{"type":"sluice"}, {"type":"x"},{"type":"sluice"} ,{"type":"y"}]}`)
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := plugins(t, i), []string{"x", "y", "sluice"}; !slices.Equal(got, want) {
+		t.Errorf("ours twice: got the chain %v, want %v", got, want)
+	}
+}
+
+func TestNothingToChainTo(t *testing.T) {
+	t.Parallel()
+	for name, files := range map[string]map[string]string{
+		"an empty directory":   {},
+		"nothing valid":        {"a.conflist": "{", "b.conf": `{"name":"n"}`, "c.conflist": `{"name":"n","cniVersion":"1.0.0","plugins":[]}`, "d.conflist": bridge + "x"},
+		"nothing of a network": {"README": "x", "10-a.conflist.bak": bridge},
+	} {
+		i, _ := newNode(t, files)
+		if _, err := i.Install(); !errors.Is(err, ErrNoNetwork) {
+			t.Errorf("%s: got %v, want ErrNoNetwork", name, err)
+		}
+		if got := contents(t, i); fmt.Sprint(got) != fmt.Sprint(files) {
+			t.Errorf("%s: got %q, want nothing touched", name, got)
+		}
+	}
+	i, dir := newNode(t, nil)
+	i.ConfDir = filepath.Join(dir, "absent")
+	if _, err := i.Install(); !errors.Is(err, ErrNoNetwork) {
+		t.Errorf("no directory: got %v, want ErrNoNetwork", err)
+	}
+}
+
+// TestHalfWrittenIsWaitedOut: what is being written is neither chained to nor passed over.
+func TestHalfWrittenIsWaitedOut(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"20-b.conflist": bridge})
+	half := filepath.Join(i.ConfDir, "10-a.conflist")
+	if err := os.WriteFile(half, []byte(bridge[:40]), 0o644); err != nil { // now
+		t.Fatal(err)
+	}
+	if _, err := i.Install(); !errors.Is(err, ErrNoNetwork) || !strings.Contains(err.Error(), half) {
+		t.Errorf("got %v, want ErrNoNetwork, naming the file", err)
+	}
+	put(t, half, bridge)
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	if got := contents(t, i); got["20-b.conflist"] != bridge || !strings.Contains(got["10-a.conflist"], pluginType) {
+		t.Errorf("when it is whole: got %q", got)
+	}
+}
+
+func TestBinaryStaysForTheDELOfAttachedPods(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	store := attach.NewStore(i.StateDir)
+	r := attach.Record{Attachment: attach.Attachment{ID: attach.ID{ContainerID: "c1", IfName: "eth0"}, Netns: "/run/netns/x"}, State: attach.Passed}
+	if err := store.Write(r); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := i.Uninstall(); n != 1 || err != nil {
+		t.Errorf("Uninstall: got %d, %v; want one attachment", n, err)
+	}
+	if !same(filepath.Join(i.BinDir, pluginType), []byte("the plugin")) || contents(t, i)["10-a.conflist"] != bridge {
+		t.Error("want the binary there, and the entry gone")
+	}
+	if err := store.Remove(r.ID); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := i.Uninstall(); n != 0 || err != nil {
+		t.Errorf("Uninstall, when it is gone: got %d, %v", n, err)
+	}
+}
+
+// TestKilledAtEveryStep: before and after, the runtime finds a network that works, and the next run completes.
+func TestKilledAtEveryStep(t *testing.T) {
+	t.Parallel()
+	for name, files := range map[string]map[string]string{
+		"conflist": {"10-a.conflist": bridge, "20-b.conflist": bridge},
+		"conf":     {"10-a.conf": conf, "20-b.conflist": bridge},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			bare := []string{"bridge", "portmap"}
+			if name == "conf" {
+				bare = []string{"ptp"}
+			}
+			whole := append(slices.Clone(bare), "sluice")
+			for at := 1; ; at++ {
+				i, dir := newNode(t, files)
+				died := dieAt(t, at, dir, "")
+				if got := plugins(t, i); !slices.Equal(got, bare) && !slices.Equal(got, whole) {
+					t.Fatalf("killed at %q: the runtime runs %v", died, got)
+				}
+				if _, err := i.Install(); err != nil {
+					t.Fatalf("after it was killed at %q: %v", died, err)
+				}
+				if got := plugins(t, i); !slices.Equal(got, whole) {
+					t.Fatalf("after it was killed at %q, and ran again: %v", died, got)
+				}
+				undone := dieAt(t, at, dir, "1")
+				if got := plugins(t, i); !slices.Equal(got, bare) && !slices.Equal(got, whole) {
+					t.Fatalf("uninstall killed at %q: the runtime runs %v", undone, got)
+				}
+				if _, err := i.Uninstall(); err != nil {
+					t.Fatalf("uninstall, after it was killed at %q: %v", undone, err)
+				}
+				if got := contents(t, i); fmt.Sprint(got) != fmt.Sprint(files) {
+					t.Fatalf("uninstalled, after it was killed at %q: got %q", undone, got)
+				}
+				if died == "" && undone == "" {
+					if at < 10 {
+						t.Errorf("there were only %d steps", at)
+					}
+					return
+				}
+			}
+		})
+	}
+}
+
+// dieAt runs an installer that ends at a step, and returns which; "" when there was none of that number.
+func dieAt(t *testing.T, at int, dir, uninstall string) string {
+	t.Helper()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), fmt.Sprint("TEST_DIE_AT=", at), "TEST_DIR="+dir, "TEST_UNINSTALL="+uninstall)
+	out, err := cmd.CombinedOutput()
+	var exit *exec.ExitError
+	switch {
+	case err == nil:
+		return ""
+	case errors.As(err, &exit) && exit.ExitCode() == 9:
+		return strings.TrimSpace(string(out))
+	}
+	t.Fatalf("%v: %s", err, out)
+	return ""
+}
+
+// TestFullDisk: at whatever byte the disk is full, the node's network works, and the next run completes.
+func TestFullDisk(t *testing.T) {
+	t.Parallel()
+	if os.Geteuid() != 0 {
+		t.Fatal("this mounts a small file system: run it as root")
+	}
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=64k"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	fill(t, dir, map[string]string{"10-a.conflist": bridge})
+	i := nodeAt(dir)
+	ballast := filepath.Join(dir, "ballast")
+	for full := 64 << 10; full > 0; full -= 4 << 10 {
+		_ = os.Remove(ballast)
+		_ = os.WriteFile(ballast, make([]byte, full), 0o600) // as much of it as there is room for
+		_, err := i.Install()
+		chain := plugins(t, i)
+		if want := err == nil; slices.Contains(chain, "sluice") != want || !slices.Contains(chain, "bridge") {
+			t.Fatalf("with %d bytes of ballast: %v, and the runtime runs %v", full, err, chain)
+		}
+		if err == nil {
+			if full == 64<<10 {
+				t.Fatal("the disk was never full")
+			}
+			return
+		}
+	}
+	t.Error("it never had room")
+}
+
+// TestKeeper: whatever others do to the files, the plugin is back.
+func TestKeeper(t *testing.T) {
+	t.Parallel()
+	i, dir := newNode(t, nil)
+	k := &Keeper{Installer: i, Log: slog.New(slog.DiscardHandler)}
+	if k.Ready() == nil {
+		t.Error("ready before it has looked")
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error)
+	go func() { done <- k.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+		if !slices.Contains(plugins(t, i), "sluice") {
+			t.Error("it took the plugin along")
+		}
+	})
+	nstest.Eventually(t, "it waits for a network", func() bool { return errors.Is(k.Ready(), ErrNoNetwork) })
+	back := func(what string) {
+		t.Helper()
+		nstest.Eventually(t, what+": it is installed", func() bool {
+			primary, err := i.primary()
+			if err != nil {
+				return false
+			}
+			text, err := os.ReadFile(primary)
+			return err == nil && strings.Contains(string(text), entry) && same(filepath.Join(i.BinDir, "sluice"), []byte("the plugin")) && k.Ready() == nil
+		})
+	}
+	main := filepath.Join(i.ConfDir, "10-a.conflist")
+	put(t, main, bridge)
+	back("a network comes")
+	put(t, main, strings.Replace(bridge, "cni0", "cni1", 1))
+	back("it is written again")
+	put(t, filepath.Join(dir, "other"), bridge)
+	if err := os.Rename(filepath.Join(dir, "other"), main); err != nil {
+		t.Fatal(err)
+	}
+	back("it is replaced")
+	put(t, filepath.Join(i.ConfDir, "05-a.conf"), conf)
+	back("another comes first")
+	if err := os.Remove(filepath.Join(i.BinDir, "sluice")); err != nil {
+		t.Fatal(err)
+	}
+	back("the binary is removed")
+	if err := os.RemoveAll(i.ConfDir); err != nil {
+		t.Fatal(err)
+	}
+	nstest.Eventually(t, "it sees that nothing is left", func() bool { return k.Ready() != nil })
+	fill(t, dir, map[string]string{"10-a.conflist": bridge})
+	back("the directory comes back")
+}
+
+func TestFight(t *testing.T) {
+	t.Parallel()
+	var f fight
+	now := unixEpoch
+	for n := range rounds {
+		if f.wrote("a", now) {
+			t.Fatalf("round %d is too often already", n)
+		}
+	}
+	last := f.rest(now)
+	for range 20 {
+		if !f.wrote("a", now) {
+			t.Fatal("not too often")
+		}
+		if got := f.rest(now); got < last || got > maxRest {
+			t.Errorf("rests %s after %s", got, last)
+		}
+		last = f.rest(now)
+		now = now.Add(last)
+	}
+	if last != maxRest {
+		t.Errorf("rests %s in the end, want %s", last, maxRest)
+	}
+	if f.wrote("b", now) || f.wrote("a", now.Add(2*calm)) {
+		t.Error("too often, for another file or after a while")
+	}
+}
+
+func FuzzEntry(f *testing.F) {
+	for _, text := range []string{bridge, `{"plugins":[{"type":"x"}]}`, `{"name":"n","cniVersion":"1.0.0","plugins":[{"type":"x"}],"plugins":[{"type":"y"} ]}`, conf, "{"} {
+		f.Add([]byte(text))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		if validate("x.conflist", text) != nil {
+			return
+		}
+		with, err := withEntry(text, []byte(entry))
+		if err != nil {
+			return
+		}
+		if err := validate("x.conflist", with); err != nil {
+			t.Fatalf("with the entry %q is none: %v", with, err)
+		}
+		list, err := libcni.ConfListFromBytes(with)
+		if err != nil || list.Plugins[len(list.Plugins)-1].Network.Type != pluginType {
+			t.Fatalf("with the entry %q: libcni does not see it last, %v", with, err)
+		}
+		before, err := elements(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := withoutEntry(with); count(before) == 0 && (err != nil || !bytes.Equal(got, text)) {
+			t.Fatalf("got %q back, %v; want %q", got, err, text)
+		}
+		again, err := withEntry(with, []byte(entry))
+		if err != nil || !bytes.Equal(again, with) {
+			t.Fatalf("a second time: got %q, %v; want %q", again, err, with)
+		}
+	})
+}
