@@ -12,10 +12,10 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test fuzz bench lint demo clean
+.PHONY: help build test fuzz bench lint manifests demo clean
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## Build bin/sluice and bin/sluiced, static and stripped
 	CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o bin/sluice ./plugin
@@ -37,7 +37,7 @@ bench: build ## Measure, against the budgets; writes bin/bench.json
 	integration/setup.sh bench
 	go run ./integration/bench
 
-lint: bin/tools/golangci-lint ## Check the Go code, the scripts, and what the plugin links
+lint: bin/tools/golangci-lint bin/tools/helm ## Check the Go code, the scripts, and what the plugin links
 	@integration/setup.sh lint
 	shellcheck $(SCRIPTS)
 	@unformatted=$$(gofmt -l $(GODIRS)) && if [ -n "$$unformatted" ]; then echo "gofmt -w" $$unformatted; exit 1; fi
@@ -54,6 +54,11 @@ lint: bin/tools/golangci-lint ## Check the Go code, the scripts, and what the pl
 			{ echo "NOTICE does not name the modules that $${of%:*} links (<), or others (>)"; exit 1; }; \
 	done
 	bin/tools/golangci-lint run ./...
+	bin/tools/helm lint --quiet deploy/chart
+	@deploy/render.sh | diff deploy/sluice.yaml - || { echo "deploy/sluice.yaml is not what the chart makes: make manifests"; exit 1; }
+
+manifests: bin/tools/helm ## Render deploy/sluice.yaml from the chart
+	deploy/render.sh > deploy/sluice.yaml
 
 demo: ## See it work: as root, in under a minute once it is built
 	@integration/demo.sh
@@ -64,6 +69,9 @@ clean: ## Remove what was built
 # Development tools, in the versions of tools/go.mod.
 bin/tools/golangci-lint: tools/go.mod tools/go.sum
 	go build -C tools -o ../$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+
+bin/tools/helm: tools/helm/go.mod tools/helm/go.sum
+	go build -C tools/helm -o ../../$@ helm.sh/helm/v3/cmd/helm
 
 bin/tools/cnitool: tools/go.mod tools/go.sum
 	go build -C tools -o ../$@ github.com/containernetworking/cni/cnitool

@@ -190,9 +190,20 @@ func (i Installer) clean(keep string) error {
 	return errors.Join(errs...)
 }
 
+// uninstalledMark is the file in StateDir that tells a daemon that runs with --install to leave it at that. The next
+// one that starts does not.
+func (i Installer) uninstalledMark() string { return filepath.Join(i.StateDir, "uninstalled") }
+
 // Uninstall takes the entry out and puts back what became a conflist. The binary stays for as long as there are
 // records of attachments, whose DEL needs it; it is said how many.
 func (i Installer) Uninstall() (attachments int, err error) {
+	err = os.MkdirAll(i.StateDir, 0o755)
+	if err == nil {
+		err = os.WriteFile(i.uninstalledMark(), nil, 0o600)
+	}
+	if err != nil {
+		return 0, fmt.Errorf("telling the daemon not to install again: %w", err)
+	}
 	if err := errors.Join(sweep(i.ConfDir), sweep(i.BinDir)); err != nil {
 		return 0, fmt.Errorf("removing what an installation left: %w", err)
 	}

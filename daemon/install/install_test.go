@@ -453,6 +453,30 @@ func TestKeeper(t *testing.T) {
 	back("the directory comes back")
 }
 
+// TestKeeperLetsUninstall: who takes the plugin off does not have to end the daemon first.
+func TestKeeperLetsUninstall(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
+	for range 2 { // it is installed again when a daemon starts again
+		k := &Keeper{Installer: i, Log: slog.New(slog.DiscardHandler)}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error)
+		go func() { done <- k.Run(ctx) }()
+		nstest.Eventually(t, "it is installed", func() bool { return k.Ready() == nil })
+		if _, err := i.Uninstall(); err != nil {
+			t.Fatal(err)
+		}
+		nstest.Eventually(t, "the keeper has seen it", func() bool { return errors.Is(k.Ready(), errUninstalled) })
+		if got := contents(t, i)["10-a.conflist"]; got != bridge {
+			t.Errorf("got %q, want what was there before", got)
+		}
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+	}
+}
+
 func TestFight(t *testing.T) {
 	t.Parallel()
 	var f fight

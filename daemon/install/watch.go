@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"sync"
 	"time"
 
@@ -66,6 +67,9 @@ func (k *Keeper) Run(ctx context.Context) error {
 		return fmt.Errorf("watching the CNI directories: %w", err)
 	}
 	defer w.Close() //nolint:errcheck // nothing was written
+	if err := os.Remove(k.uninstalledMark()); ignoreMissing(err) != nil {
+		return fmt.Errorf("installing after an uninstall: %w", err)
+	}
 	var f fight
 	for {
 		for _, dir := range []string{k.ConfDir, k.BinDir} {
@@ -89,13 +93,13 @@ func (k *Keeper) Run(ctx context.Context) error {
 }
 
 func (k *Keeper) look(f *fight) {
-	written, err := k.Install()
+	written, err := k.unlessUninstalled()
 	if k.note(err) {
 		level := slog.LevelError
-		if errors.Is(err, ErrNoNetwork) {
+		if errors.Is(err, ErrNoNetwork) || errors.Is(err, errUninstalled) {
 			level = slog.LevelInfo
 		}
-		k.Log.Log(context.Background(), level, "not installed; will try again", "err", err)
+		k.Log.Log(context.Background(), level, "not installed", "err", err)
 	}
 	for _, path := range written {
 		k.Log.Info("installed", "file", path)
@@ -103,6 +107,15 @@ func (k *Keeper) look(f *fight) {
 			k.Log.Warn("somebody keeps changing this file; putting it right less and less often", "file", path)
 		}
 	}
+}
+
+var errUninstalled = errors.New("uninstalled by hand, until the daemon starts again")
+
+func (k *Keeper) unlessUninstalled() (written []string, err error) {
+	if _, err := os.Stat(k.uninstalledMark()); err == nil {
+		return nil, errUninstalled
+	}
+	return k.Install()
 }
 
 // fight counts how often files had to be written again.
