@@ -1,0 +1,160 @@
+package images
+
+import (
+	"archive/tar"
+	"bytes"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+)
+
+// tree is the files of an image, by path.
+type tree struct {
+	entries map[string]entry
+	err     error // the first failure
+}
+
+type entry struct {
+	header tar.Header
+	source string // the file on this machine that has the content
+	data   []byte // or the content
+}
+
+// newTree is a root in which /bin, /lib and so on are in /usr, and which has the folders that programs expect.
+func newTree() *tree {
+	t := &tree{entries: map[string]entry{}}
+	for _, name := range []string{"bin", "lib", "lib64", "sbin"} {
+		t.dir("/usr/"+name, 0o755)
+		t.symlink("/"+name, "usr/"+name)
+	}
+	t.dir("/tmp", 0o1777)
+	t.dir("/var/tmp", 0o1777)
+	for _, name := range []string{"/dev", "/etc", "/proc", "/root", "/run", "/sys"} {
+		t.dir(name, 0o755)
+	}
+	t.symlink("/var/run", "/run")
+	t.text("/etc/passwd", "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n")
+	t.text("/etc/group", "root:x:0:\nnogroup:x:65534:\n")
+	return t
+}
+
+func (t *tree) add(name string, e entry) {
+	for dir := path.Dir(name); dir != "/"; dir = path.Dir(dir) {
+		if _, ok := t.entries[dir]; !ok {
+			t.entries[dir] = entry{header: tar.Header{Typeflag: tar.TypeDir, Mode: 0o755}}
+		}
+	}
+	t.entries[name] = e
+}
+
+func (t *tree) dir(name string, mode int64) {
+	t.add(name, entry{header: tar.Header{Typeflag: tar.TypeDir, Mode: mode}})
+}
+
+func (t *tree) symlink(name, target string) {
+	t.add(name, entry{header: tar.Header{Typeflag: tar.TypeSymlink, Linkname: target, Mode: 0o777}})
+}
+
+func (t *tree) text(name, text string) {
+	t.add(name, entry{header: tar.Header{Typeflag: tar.TypeReg, Mode: 0o644, Size: int64(len(text))}, data: []byte(text)})
+}
+
+// program adds a file of this machine under another name.
+func (t *tree) program(name, source string) {
+	info, err := os.Stat(source)
+	if err != nil {
+		t.fail(err)
+		return
+	}
+	t.add(name, entry{header: tar.Header{Typeflag: tar.TypeReg, Mode: 0o755, Size: info.Size(), ModTime: info.ModTime()}, source: source})
+}
+
+// file adds a file, link or folder of this machine under its own name, less what /bin, /lib and so on are links to.
+func (t *tree) file(source string) {
+	dir, err := filepath.EvalSymlinks(filepath.Dir(source))
+	if err != nil {
+		t.fail(err)
+		return
+	}
+	name := filepath.Join(dir, filepath.Base(source))
+	info, err := os.Lstat(name)
+	if err != nil {
+		t.fail(err)
+		return
+	}
+	if _, ok := t.entries[name]; ok && info.IsDir() {
+		return
+	}
+	switch {
+	case info.IsDir():
+		t.dir(name, int64(info.Mode().Perm()))
+	case info.Mode()&fs.ModeSymlink != 0:
+		target, err := os.Readlink(name)
+		t.fail(err)
+		if _, ok := t.entries[name]; !ok { // /bin and its like are there already
+			t.symlink(name, target)
+		}
+	case info.Mode().IsRegular():
+		t.add(name, entry{header: tar.Header{
+			Typeflag: tar.TypeReg, Mode: int64(info.Mode().Perm()), Size: info.Size(),
+			// Python takes what it has compiled for current by the time of the source.
+			ModTime: info.ModTime(),
+		}, source: name})
+	}
+}
+
+func (t *tree) fail(err error) {
+	if t.err == nil {
+		t.err = err
+	}
+}
+
+// tar is the tree as an archive, the same for the same files.
+func (t *tree) tar() ([]byte, error) {
+	if t.err != nil {
+		return nil, t.err
+	}
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	for _, name := range slices.Sorted(maps.Keys(t.entries)) {
+		e := t.entries[name]
+		h := e.header
+		h.Name = strings.TrimPrefix(name, "/")
+		if h.Typeflag == tar.TypeDir {
+			h.Name += "/"
+		}
+		h.Format = tar.FormatGNU
+		h.ModTime = h.ModTime.Truncate(time.Second)
+		if err := w.WriteHeader(&h); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+		if err := e.content(w); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	if err := w.Close(); err != nil {
+		return nil, err
+	}
+	return b.Bytes(), nil
+}
+
+func (e entry) content(w io.Writer) error {
+	if e.source == "" {
+		_, err := w.Write(e.data)
+		return err
+	}
+	f, err := os.Open(e.source)
+	if err != nil {
+		return err
+	}
+	defer f.Close() //nolint:errcheck // only read
+	_, err = io.Copy(w, f)
+	return err
+}

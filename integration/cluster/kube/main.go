@@ -1,0 +1,48 @@
+// Kube is Kubernetes in one program: it is what it is called as, kube-apiserver, kubelet, kubectl and so on.
+// One binary links what they share once, in a fraction of the time and space.
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+	_ "k8s.io/client-go/plugin/pkg/client/auth" // as kubectl has them
+	"k8s.io/component-base/cli"
+	_ "k8s.io/component-base/logs/json/register"
+	_ "k8s.io/component-base/metrics/prometheus/clientgo"
+	_ "k8s.io/component-base/metrics/prometheus/version"
+	kubectl "k8s.io/kubectl/pkg/cmd"
+	kubectlutil "k8s.io/kubectl/pkg/cmd/util"
+	apiserver "k8s.io/kubernetes/cmd/kube-apiserver/app"
+	controllermanager "k8s.io/kubernetes/cmd/kube-controller-manager/app"
+	proxy "k8s.io/kubernetes/cmd/kube-proxy/app"
+	scheduler "k8s.io/kubernetes/cmd/kube-scheduler/app"
+	kubelet "k8s.io/kubernetes/cmd/kubelet/app"
+)
+
+var servers = map[string]func() *cobra.Command{
+	"kube-apiserver":          apiserver.NewAPIServerCommand,
+	"kube-controller-manager": controllermanager.NewControllerManagerCommand,
+	"kube-scheduler":          func() *cobra.Command { return scheduler.NewSchedulerCommand() },
+	"kube-proxy":              proxy.NewProxyCommand,
+	"kubelet":                 func() *cobra.Command { return kubelet.NewKubeletCommand(context.Background()) },
+}
+
+func main() {
+	name := filepath.Base(os.Args[0])
+	if name == "kubectl" {
+		if err := cli.RunNoErrOutput(kubectl.NewDefaultKubectlCommand()); err != nil {
+			kubectlutil.CheckErr(err) // prints as kubectl does, and exits
+		}
+		return
+	}
+	server, ok := servers[name]
+	if !ok {
+		fmt.Fprintf(os.Stderr, "%s: call it kubectl, or as one of the servers of Kubernetes\n", name)
+		os.Exit(2)
+	}
+	os.Exit(cli.Run(server()))
+}

@@ -1,0 +1,79 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// cgroups are the node's cgroup in each of the machine's hierarchies, of both versions.
+func (c Config) cgroups() ([]string, error) {
+	data, err := os.ReadFile("/proc/self/mounts")
+	if err != nil {
+		return nil, err
+	}
+	var dirs []string
+	for line := range strings.Lines(string(data)) {
+		fields := strings.Fields(line)
+		if len(fields) > 2 && (fields[2] == "cgroup" || fields[2] == "cgroup2") && strings.HasPrefix(fields[1], "/sys/fs/cgroup") {
+			dirs = append(dirs, filepath.Join(fields[1], c.cgroup()))
+		}
+	}
+	return dirs, nil
+}
+
+func (c Config) makeCgroups() error {
+	dirs, err := c.cgroups()
+	if err != nil {
+		return err
+	}
+	for _, dir := range dirs {
+		if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+			return fmt.Errorf("making the node's cgroup: %w", err)
+		}
+	}
+	return nil
+}
+
+// removeCgroups removes the node's cgroups, in which nothing runs any more.
+func (c Config) removeCgroups() error {
+	dirs, err := c.cgroups()
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, dir := range dirs {
+		errs = append(errs, removeCgroup(dir))
+	}
+	return errors.Join(errs...)
+}
+
+// removeCgroup removes a cgroup and those in it, from the leaves up: its files cannot be removed, and need not be.
+func removeCgroup(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	for _, e := range entries {
+		if e.IsDir() {
+			if err := removeCgroup(filepath.Join(dir, e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	// A process that was killed takes a moment to leave.
+	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		err := syscall.Rmdir(dir)
+		if err == nil || errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if !errors.Is(err, syscall.EBUSY) || time.Now().After(deadline) {
+			return fmt.Errorf("removing the cgroup %s: %w", dir, err)
+		}
+	}
+}

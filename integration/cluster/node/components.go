@@ -1,0 +1,168 @@
+package node
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"net"
+	"net/http"
+	"strings"
+)
+
+// component is a program that runs on the node as long as the node does.
+type component struct {
+	name string
+	args []string
+	// ready returns nil when the component does its work.
+	ready func(context.Context) error
+}
+
+const containerdSocket = "/run/containerd/containerd.sock"
+
+func (c Config) containerd() component {
+	return component{"containerd", []string{"--config", "/etc/containerd/config.toml"}, func(ctx context.Context) error {
+		conn, err := new(net.Dialer).DialContext(ctx, "unix", containerdSocket)
+		if err != nil {
+			return err
+		}
+		return conn.Close()
+	}}
+}
+
+func (c Config) etcd() component {
+	const client, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
+	return component{"etcd", []string{
+		"--name", Name,
+		"--data-dir", "/run/etcd", // in memory: a cluster for tests need not wait for a disk
+		"--listen-client-urls", client, "--advertise-client-urls", client,
+		"--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", Name + "=" + peer,
+	}, answers(client + "/health")}
+}
+
+func (c Config) apiserver() component {
+	return component{"kube-apiserver", []string{
+		fmt.Sprintf("--secure-port=%d", c.Port),
+		"--advertise-address=" + nodeIPv4,
+		"--etcd-servers=http://127.0.0.1:2379",
+		"--authorization-mode=Node,RBAC",
+		"--enable-admission-plugins=NodeRestriction",
+		"--allow-privileged=true",
+		"--client-ca-file=" + kubeDir + "/ca.crt",
+		"--tls-cert-file=" + kubeDir + "/apiserver.crt",
+		"--tls-private-key-file=" + kubeDir + "/apiserver.key",
+		"--kubelet-client-certificate=" + kubeDir + "/apiserver-kubelet-client.crt",
+		"--kubelet-client-key=" + kubeDir + "/apiserver-kubelet-client.key",
+		"--kubelet-preferred-address-types=InternalIP",
+		"--service-account-issuer=https://kubernetes.default.svc",
+		"--service-account-key-file=" + kubeDir + "/service-accounts.key",
+		"--service-account-signing-key-file=" + kubeDir + "/service-accounts.key",
+		"--service-cluster-ip-range=" + c.families(servicesIPv4, servicesIPv6),
+	}, answers(c.apiURL() + "/readyz")}
+}
+
+func (c Config) controllerManager() component {
+	return component{"kube-controller-manager", []string{
+		"--kubeconfig=" + kubeDir + "/kube-controller-manager.conf",
+		"--leader-elect=false",
+		"--use-service-account-credentials=true",
+		"--root-ca-file=" + kubeDir + "/ca.crt",
+		"--service-account-private-key-file=" + kubeDir + "/service-accounts.key",
+		"--cluster-signing-cert-file=" + kubeDir + "/ca.crt",
+		"--cluster-signing-key-file=" + kubeDir + "/ca.key",
+		"--service-cluster-ip-range=" + c.families(servicesIPv4, servicesIPv6),
+		"--bind-address=127.0.0.1",
+	}, answers("https://127.0.0.1:10257/healthz")}
+}
+
+func (c Config) scheduler() component {
+	return component{"kube-scheduler", []string{
+		"--kubeconfig=" + kubeDir + "/kube-scheduler.conf",
+		"--leader-elect=false",
+		"--bind-address=127.0.0.1",
+	}, answers("https://127.0.0.1:10259/healthz")}
+}
+
+func (c Config) kubelet() component {
+	return component{"kubelet", []string{
+		"--config=" + kubeDir + "/kubelet.yaml",
+		"--kubeconfig=" + kubeDir + "/kubelet.conf",
+		"--hostname-override=" + Name,
+		"--node-ip=" + c.families(nodeIPv4, nodeIPv6),
+	}, answers("http://127.0.0.1:10248/healthz")}
+}
+
+func (c Config) kubeletConfig() map[string]any {
+	return map[string]any{
+		"apiVersion":               "kubelet.config.k8s.io/v1beta1",
+		"kind":                     "KubeletConfiguration",
+		"containerRuntimeEndpoint": "unix://" + containerdSocket,
+		"cgroupDriver":             "cgroupfs",
+		"cgroupRoot":               "/" + c.cgroup(),
+		"failCgroupV1":             false,
+		"failSwapOn":               false,
+		"resolvConf":               "/etc/resolv.conf",
+		"authentication": map[string]any{
+			"anonymous": map[string]any{"enabled": false},
+			"webhook":   map[string]any{"enabled": true},
+			"x509":      map[string]any{"clientCAFile": kubeDir + "/ca.crt"},
+		},
+		"authorization": map[string]any{"mode": "Webhook"},
+		// The machine's disk is not the node's to judge, nor are images that no registry has to be collected.
+		"evictionHard": map[string]string{
+			"memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%",
+			"imagefs.available": "0%", "imagefs.inodesFree": "0%",
+		},
+		"imageGCHighThresholdPercent": 100,
+		"maxPods":                     200,
+		"nodeStatusReportFrequency":   "1m",
+	}
+}
+
+func (c Config) proxy() component {
+	return component{"kube-proxy", []string{"--config=" + kubeDir + "/kube-proxy.yaml"}, answers("http://127.0.0.1:10256/healthz")}
+}
+
+func (c Config) proxyConfig() map[string]any {
+	return map[string]any{
+		"apiVersion":       "kubeproxy.config.k8s.io/v1alpha1",
+		"kind":             "KubeProxyConfiguration",
+		"clientConnection": map[string]any{"kubeconfig": kubeDir + "/kube-proxy.conf"},
+		"hostnameOverride": Name,
+		"mode":             "iptables",
+		"detectLocalMode":  "ClusterCIDR",
+		"clusterCIDR":      c.families(podsIPv4, podsIPv6),
+		// Limits of the machine's kernel, not of the node's network.
+		"conntrack": map[string]any{"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+	}
+}
+
+// families is what is for IPv4, and with dual stack what is for IPv6 too.
+func (c Config) families(ipv4, ipv6 string) string {
+	if c.DualStack {
+		return strings.Join([]string{ipv4, ipv6}, ",")
+	}
+	return ipv4
+}
+
+// answers tells whether url answers with 200.
+func answers(url string) func(context.Context) error {
+	client := &http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true,
+		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // to see whether it is there
+	}}
+	return func(ctx context.Context) error {
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
+		if err != nil {
+			return err
+		}
+		response, err := client.Do(request)
+		if err != nil {
+			return err
+		}
+		_ = response.Body.Close() // the status says it
+		if response.StatusCode != http.StatusOK {
+			return fmt.Errorf("%s: %s", url, response.Status)
+		}
+		return nil
+	}
+}
