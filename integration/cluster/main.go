@@ -137,8 +137,11 @@ func loadFrom(ctx context.Context, c node.Config, tar *os.File) error {
 		return err
 	}
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
-	cmd.Env, cmd.Stdin, cmd.Stdout, cmd.Stderr = env, tar, os.Stderr, os.Stderr
-	return cmd.Run()
+	cmd.Env, cmd.Stdin = env, tar
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("importing an image: %w: %s", err, out)
+	}
+	return nil
 }
 
 // execute becomes a command on the node.

@@ -100,7 +100,9 @@ func (c Config) kubeletConfig() map[string]any {
 		"cgroupRoot":               "/" + c.cgroup(),
 		"failCgroupV1":             false,
 		"failSwapOn":               false,
-		"resolvConf":               "/etc/resolv.conf",
+		// There is no DNS unless a test runs one in the world.
+		"clusterDNS":    []string{WorldIPv4},
+		"clusterDomain": "cluster.local",
 		"authentication": map[string]any{
 			"anonymous": map[string]any{"enabled": false},
 			"webhook":   map[string]any{"enabled": true},

@@ -48,7 +48,9 @@ type state struct {
 	Started string `json:"started"`
 }
 
-func (c Config) path(parts ...string) string { return filepath.Join(append([]string{c.Dir}, parts...)...) }
+func (c Config) path(parts ...string) string {
+	return filepath.Join(append([]string{c.Dir}, parts...)...)
+}
 
 // Kubeconfig is the path of the administrator's kubeconfig, good on the machine and on the node.
 func (c Config) Kubeconfig() string { return c.path("kubeconfig") }

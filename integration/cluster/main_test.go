@@ -1,0 +1,380 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/sluice-cni/sluice/integration/cluster/images"
+	"github.com/sluice-cni/sluice/integration/cluster/node"
+	"github.com/sluice-cni/sluice/integration/cluster/programs"
+)
+
+// The node's own processes are this program, called again.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && (os.Args[1] == "init" || os.Args[1] == "supervise") {
+		os.Exit(run())
+	}
+	os.Exit(m.Run())
+}
+
+const workload = `
+apiVersion: v1
+kind: Pod
+metadata: {name: server, labels: {app: server}}
+spec:
+  terminationGracePeriodSeconds: 0
+  containers:
+  - name: server
+    image: tools:e2e
+    command: [httpd, -f, -p, "[::]:8080", -h, /etc]
+    readinessProbe: {tcpSocket: {port: 8080}, periodSeconds: 1}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: client}
+spec:
+  terminationGracePeriodSeconds: 0
+  containers:
+  - {name: client, image: tools:e2e, command: [sleep, "100000"]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: server}
+spec:
+  ipFamilyPolicy: PreferDualStack
+  selector: {app: server}
+  ports: [{port: 80, targetPort: 8080}]
+---
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: mitmproxy}
+spec:
+  selector: {matchLabels: {app: mitmproxy}}
+  template:
+    metadata: {labels: {app: mitmproxy}}
+    spec:
+      terminationGracePeriodSeconds: 0
+      containers:
+      - name: mitmproxy
+        image: mitmproxy:e2e
+        args: [mitmdump, --listen-port, "8080"]
+        ports: [{containerPort: 8080, hostPort: 18080}]
+        readinessProbe: {tcpSocket: {port: 8080}, periodSeconds: 1}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: mitmproxy}
+spec:
+  selector: {app: mitmproxy}
+  internalTrafficPolicy: Local
+  ports: [{port: 8080}]
+`
+
+// TestNode brings up two nodes side by side, and on each of them a client, a server and a proxy.
+func TestNode(t *testing.T) {
+	t.Parallel()
+	for name, dualStack := range map[string]bool{"single stack": false, "dual stack": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			n := newNode(t, dualStack)
+			n.phase("up", func() { n.up(t.Context(), n.programs) })
+			n.phase("images", func() {
+				n.load(images.Tools())
+				n.load(images.Mitmproxy())
+			})
+			n.phase("workload", func() {
+				n.kubectl(workload, "apply", "-f", "-")
+				n.kubectl("", "rollout", "status", "daemonset/mitmproxy", "--timeout=2m")
+				n.kubectl("", "wait", "--for=condition=Ready", "--timeout=2m", "pod", "--all")
+			})
+			n.phase("traffic", func() { n.traffic(dualStack) })
+			n.phase("deletion", func() {
+				n.kubectl("", "delete", "--wait", "daemonset/mitmproxy", "pod/client", "pod/server")
+				n.kubectl("", "wait", "--for=delete", "--timeout=1m", "pod", "--all")
+				n.eventually("nothing of the pods is left", func() bool {
+					return n.exec("ls", "/run/netns") == "world\n" && !strings.Contains(n.exec("ip", "-o", "link"), "veth")
+				})
+			})
+			n.phase("down", n.down)
+		})
+	}
+}
+
+func (n *testNode) traffic(dualStack bool) {
+	n.tb.Helper()
+	world, worldEnv, err := node.Command(n.Config, true, "busybox", "httpd", "-f", "-p", "[::]:80", "-h", "/etc")
+	if err != nil {
+		n.tb.Fatal(err)
+	}
+	server := exec.CommandContext(n.tb.Context(), world[0], world[1:]...)
+	server.Env = worldEnv
+	if err := server.Start(); err != nil {
+		n.tb.Fatal(err)
+	}
+	n.tb.Cleanup(func() { _ = server.Wait() })
+
+	ips := strings.Fields(n.jsonpath("service/server", "{.spec.clusterIPs[*]}"))
+	podIPs := strings.Fields(n.jsonpath("pod/client", "{.status.podIPs[*].ip}"))
+	families := 1
+	outside := []string{node.WorldIPv4}
+	if dualStack {
+		families = 2
+		outside = append(outside, "["+node.WorldIPv6+"]")
+	}
+	if len(ips) != families || len(podIPs) != families {
+		n.tb.Errorf("the Service has the addresses %v and the pod %v, want %d each", ips, podIPs, families)
+	}
+	get := func(proxy, url, want string) func() bool {
+		return func() bool {
+			got, err := n.try("", n.Config.Dir+"/kubectl", "exec", "client", "--", "env", proxy, "timeout", "5", "wget", "-qO-", url)
+			return err == nil && strings.TrimSpace(got) == want
+		}
+	}
+	for _, ip := range ips {
+		if strings.Contains(ip, ":") {
+			ip = "[" + ip + "]"
+		}
+		n.eventually("a Service answers at "+ip, get("NO=proxy", "http://"+ip+"/hostname", "server"))
+	}
+	for _, host := range outside {
+		n.eventually("the world answers at "+host, get("NO=proxy", "http://"+host+"/hostname", node.Name))
+	}
+	hostIP := n.jsonpath("pod/client", "{.status.hostIP}")
+	n.eventually("the proxy is at its hostPort", get("http_proxy=http://"+hostIP+":18080", "http://"+outside[0]+"/hostname", node.Name))
+	proxyIP := n.jsonpath("service/mitmproxy", "{.spec.clusterIP}")
+	n.eventually("the proxy is at its local Service", get("http_proxy=http://"+proxyIP+":8080", "http://"+outside[0]+"/hostname", node.Name))
+	if log := n.kubectl("", "logs", "daemonset/mitmproxy"); strings.Count(log, "GET http://"+outside[0]) < 2 {
+		n.tb.Errorf("the proxy has not seen both requests:\n%s", log)
+	}
+	token := n.kubectl("", "create", "token", "default")
+	if strings.Count(token, ".") != 2 {
+		n.tb.Errorf("a token of the ServiceAccount is %q", token)
+	}
+	if can, _ := n.try("", n.Config.Dir+"/kubectl", "auth", "can-i", "list", "pods", "--as=system:serviceaccount:default:default"); can != "no\n" {
+		n.tb.Errorf("may the default ServiceAccount list pods? %q", can)
+	}
+}
+
+// TestNodeThatFails: a component that does not start is named, its log shown, and nothing is left running.
+func TestNodeThatFails(t *testing.T) {
+	t.Parallel()
+	n := newNode(t, false)
+	broken := maps.Clone(n.programs)
+	broken["kube-scheduler"] = n.script("echo sorry, not today; exit 3")
+	err := n.tryUp(t.Context(), broken)
+	if err == nil || !strings.Contains(err.Error(), "kube-scheduler has ended: exit status 3\nsorry, not today") {
+		t.Errorf("got %v", err)
+	}
+	n.expectNothingRuns()
+	if _, err := os.Stat(filepath.Join(n.Dir, "root/var/log/node/kube-apiserver.log")); err != nil {
+		t.Errorf("the logs are to stay: %v", err)
+	}
+	n.down()
+	n.down()
+}
+
+// TestNodeInterrupted: nothing of a node is left when it is not wanted any more before it is up.
+func TestNodeInterrupted(t *testing.T) {
+	t.Parallel()
+	n := newNode(t, false)
+	slow := maps.Clone(n.programs)
+	slow["kube-scheduler"] = n.script("sleep 1000")
+	ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second)
+	defer cancel()
+	if err := n.tryUp(ctx, slow); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v", err)
+	}
+	n.expectNothingRuns()
+	n.down()
+}
+
+// testNode is a node that is down when the test ends.
+type testNode struct {
+	node.Config
+	tb       *testing.T
+	programs map[string]string
+	spaces   map[string]bool // its namespaces, once it is up
+}
+
+func newNode(t *testing.T, dualStack bool) *testNode {
+	t.Helper()
+	repository, err := findRepository()
+	if err != nil {
+		t.Fatal(err)
+	}
+	paths, err := programs.Build(t.Context(), filepath.Join(repository, "integration/cluster"), filepath.Join(repository, "bin/cluster"), os.Stderr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := &testNode{Config: node.Config{Dir: filepath.Join(t.TempDir(), "node"), DualStack: dualStack}, tb: t, programs: paths}
+	t.Cleanup(n.down)
+	return n
+}
+
+func (n *testNode) phase(name string, f func()) {
+	n.tb.Helper()
+	start := time.Now()
+	f()
+	n.tb.Logf("%-10s %6.1fs", name, time.Since(start).Seconds())
+}
+
+func (n *testNode) tryUp(ctx context.Context, paths map[string]string) error {
+	n.tb.Helper()
+	pause, err := images.Pause()
+	if err != nil {
+		n.tb.Fatal(err)
+	}
+	tar, err := pause.Bytes()
+	if err != nil {
+		n.tb.Fatal(err)
+	}
+	return node.Up(ctx, n.Config, paths, tar, n.tb.Output())
+}
+
+func (n *testNode) up(ctx context.Context, paths map[string]string) {
+	n.tb.Helper()
+	if err := n.tryUp(ctx, paths); err != nil {
+		n.tb.Fatal(err)
+	}
+	n.spaces = map[string]bool{}
+	for kind := range strings.FieldsSeq("mnt net pid") {
+		n.spaces[strings.TrimSpace(n.exec("readlink", "/proc/1/ns/"+kind))] = true
+	}
+}
+
+// down takes the node down and sees that it is.
+func (n *testNode) down() {
+	n.tb.Helper()
+	if err := node.Down(n.Config); err != nil {
+		n.tb.Error(err)
+	}
+	n.expectNothingRuns()
+	if _, err := os.Stat(n.Dir); !os.IsNotExist(err) {
+		n.tb.Errorf("%s: %v, want nothing", n.Dir, err)
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		n.tb.Fatal(err)
+	}
+	if strings.Contains(string(mounts), n.Dir) {
+		n.tb.Errorf("mounts are left:\n%s", mounts)
+	}
+}
+
+// expectNothingRuns: soon, when the dead are collected, no process has the node's folder in its command line, or is
+// in its namespaces.
+func (n *testNode) expectNothingRuns() {
+	n.tb.Helper()
+	var left []string
+	for deadline := time.Now().Add(5 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+		if left = n.running(); left == nil {
+			return
+		}
+	}
+	n.tb.Errorf("processes are left: %q", left)
+}
+
+func (n *testNode) running() (left []string) {
+	processes, _ := filepath.Glob("/proc/[0-9]*") // the pattern is good
+	for _, p := range processes {
+		line, _ := os.ReadFile(p + "/cmdline")
+		here := strings.Contains(string(line), `"`+n.Dir+`"`)
+		for kind := range strings.FieldsSeq("mnt net pid") {
+			space, _ := os.Readlink(p + "/ns/" + kind)
+			here = here || n.spaces[space]
+		}
+		if here {
+			left = append(left, p+" "+string(line))
+		}
+	}
+	return left
+}
+
+func (n *testNode) load(i images.Image, err error) {
+	n.tb.Helper()
+	if err != nil {
+		n.tb.Fatal(err)
+	}
+	file, err := os.Create(filepath.Join(n.tb.TempDir(), "image.tar"))
+	if err != nil {
+		n.tb.Fatal(err)
+	}
+	defer file.Close() //nolint:errcheck // read by then
+	if err := i.Write(file); err != nil {
+		n.tb.Fatal(err)
+	}
+	if _, err := file.Seek(0, io.SeekStart); err != nil {
+		n.tb.Fatal(err)
+	}
+	if err := loadFrom(n.tb.Context(), n.Config, file); err != nil {
+		n.tb.Fatal(err)
+	}
+}
+
+// script makes a program.
+func (n *testNode) script(text string) string {
+	n.tb.Helper()
+	path := filepath.Join(n.tb.TempDir(), "script")
+	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+text+"\n"), 0o755); err != nil {
+		n.tb.Fatal(err)
+	}
+	return path
+}
+
+func (n *testNode) kubectl(stdin string, args ...string) string {
+	n.tb.Helper()
+	return n.must(n.try(stdin, slices.Concat([]string{filepath.Join(n.Dir, "kubectl")}, args)...))
+}
+
+func (n *testNode) jsonpath(object, path string) string {
+	n.tb.Helper()
+	return n.kubectl("", "get", object, "-o", "jsonpath="+path)
+}
+
+// exec runs a command on the node.
+func (n *testNode) exec(args ...string) string {
+	n.tb.Helper()
+	argv, _, err := node.Command(n.Config, false, args...)
+	if err != nil {
+		n.tb.Fatal(err)
+	}
+	return n.must(n.try("", argv...))
+}
+
+func (n *testNode) try(stdin string, args ...string) (string, error) {
+	cmd := exec.CommandContext(n.tb.Context(), args[0], args[1:]...)
+	cmd.Env = append(os.Environ(), "KUBECONFIG="+n.Kubeconfig())
+	cmd.Stdin = strings.NewReader(stdin)
+	out, err := cmd.Output()
+	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) {
+		err = fmt.Errorf("%v: %w: %s", args, err, exit.Stderr)
+	}
+	return string(out), err
+}
+
+func (n *testNode) must(out string, err error) string {
+	n.tb.Helper()
+	if err != nil {
+		n.tb.Fatal(err)
+	}
+	return out
+}
+
+func (n *testNode) eventually(what string, cond func() bool) {
+	n.tb.Helper()
+	for deadline := time.Now().Add(30 * time.Second); !cond(); time.Sleep(200 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			n.tb.Fatalf("it never happened: %s", what)
+		}
+	}
+}
