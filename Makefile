@@ -12,10 +12,10 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test fuzz bench lint manifests demo clean
+.PHONY: help build test fuzz bench lint manifests demo cluster-up cluster-down clean
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## Build bin/sluice and bin/sluiced, static and stripped
 	CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o bin/sluice ./plugin
@@ -56,6 +56,7 @@ lint: bin/tools/golangci-lint bin/tools/helm ## Check the Go code, the scripts, 
 	bin/tools/golangci-lint run ./...
 	bin/tools/helm lint --quiet deploy/chart
 	@deploy/render.sh | diff deploy/sluice.yaml - || { echo "deploy/sluice.yaml is not what the chart makes: make manifests"; exit 1; }
+	cd integration/cluster && go vet ./... && go mod tidy -diff && ../../bin/tools/golangci-lint run ./...
 
 manifests: bin/tools/helm ## Render deploy/sluice.yaml from the chart
 	deploy/render.sh > deploy/sluice.yaml
@@ -63,7 +64,18 @@ manifests: bin/tools/helm ## Render deploy/sluice.yaml from the chart
 demo: ## See it work: as root, in under a minute once it is built
 	@integration/demo.sh
 
+cluster-up: build bin/cluster/cluster ## Bring a Kubernetes node up here, as root, with images of sluice and mitmproxy
+	integration/setup.sh e2e
+	bin/cluster/cluster up
+	bin/cluster/cluster image sluice bin/sluice bin/sluiced | bin/cluster/cluster load
+	bin/cluster/cluster image mitmproxy | bin/cluster/cluster load
+	bin/cluster/cluster image tools | bin/cluster/cluster load
+
+cluster-down: bin/cluster/cluster ## Take that node down; nothing of it stays
+	bin/cluster/cluster down
+
 clean: ## Remove what was built
+	if [ -x bin/cluster/cluster ]; then bin/cluster/cluster down; fi
 	rm -rf bin
 
 # Development tools, in the versions of tools/go.mod.
@@ -75,6 +87,10 @@ bin/tools/helm: tools/helm/go.mod tools/helm/go.sum
 
 bin/tools/cnitool: tools/go.mod tools/go.sum
 	go build -C tools -o ../$@ github.com/containernetworking/cni/cnitool
+
+.PHONY: bin/cluster/cluster
+bin/cluster/cluster:
+	go build -C integration/cluster -o ../../$@ .
 
 .PHONY: bin/connectproxy
 bin/connectproxy:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs the Debian or Ubuntu packages that are missing for `make test`, `lint`, `demo` or `bench`.
+# Installs the Debian or Ubuntu packages that are missing for `make test`, `lint`, `demo`, `bench` or `e2e`.
 # Says nothing when nothing is missing.
 set -euo pipefail
 
-usage="usage: $0 test|lint|demo|bench"
+usage="usage: $0 test|lint|demo|bench|e2e"
 PATH=$PATH:/usr/sbin:/sbin # where some users do not look
 
 # A line is what must be there, a command or an absolute path, and the package that brings it.
@@ -30,12 +30,22 @@ mitmdump              mitmproxy
 redsocks              redsocks
 iperf3                iperf3
 "
+e2e="
+ip                    iproute2
+iptables              iptables
+conntrack             conntrack
+etcd                  etcd-server
+runc                  runc
+mitmdump              mitmproxy
+/usr/share/doc/busybox-static busybox-static
+"
 optional=
 case ${1-} in
 test) wanted=$common$test ;;
 lint) wanted="shellcheck shellcheck" ;;
 demo) wanted=$common optional="mitmdump mitmproxy" ;;
 bench) wanted=$common$bench ;;
+e2e) wanted=$e2e ;;
 *) echo "$usage" >&2 && exit 2 ;;
 esac
 
@@ -98,8 +108,10 @@ fi
 if ((${#extra[@]} > 0)) && ! apt install --no-install-recommends "${extra[@]}"; then
     echo "not to be had: ${extra[*]}; going on without"
 fi
-if [[ " ${packages[*]} " == *" redsocks "* ]]; then
-    # The benchmark starts its own; the service is not wanted, now or after the next boot.
-    service redsocks stop >/dev/null 2>&1 || true
-    update-rc.d redsocks disable >/dev/null 2>&1 || true
-fi
+for package in redsocks etcd-server; do
+    if [[ " ${packages[*]} " == *" $package "* ]]; then
+        # Tests start their own; the service is not wanted, now or after the next boot.
+        service "${package%-server}" stop >/dev/null 2>&1 || true
+        update-rc.d "${package%-server}" disable >/dev/null 2>&1 || true
+    fi
+done

@@ -3,20 +3,16 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
-	"io"
 	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/sluice-cni/sluice/integration/cluster/images"
 	"github.com/sluice-cni/sluice/integration/cluster/node"
-	"github.com/sluice-cni/sluice/integration/cluster/programs"
 )
 
 // The node's own processes are this program, called again.
@@ -136,7 +132,7 @@ func (n *testNode) traffic(dualStack bool) {
 	}
 	get := func(proxy, url, want string) func() bool {
 		return func() bool {
-			got, err := n.try("", n.Config.Dir+"/kubectl", "exec", "client", "--", "env", proxy, "timeout", "5", "wget", "-qO-", url)
+			got, err := n.try("", n.Dir+"/kubectl", "exec", "client", "--", "env", proxy, "timeout", "5", "wget", "-qO-", url)
 			return err == nil && strings.TrimSpace(got) == want
 		}
 	}
@@ -160,7 +156,7 @@ func (n *testNode) traffic(dualStack bool) {
 	if strings.Count(token, ".") != 2 {
 		n.tb.Errorf("a token of the ServiceAccount is %q", token)
 	}
-	if can, _ := n.try("", n.Config.Dir+"/kubectl", "auth", "can-i", "list", "pods", "--as=system:serviceaccount:default:default"); can != "no\n" {
+	if can, _ := n.try("", n.Dir+"/kubectl", "auth", "can-i", "list", "pods", "--as=system:serviceaccount:default:default"); can != "no\n" {
 		n.tb.Errorf("may the default ServiceAccount list pods? %q", can)
 	}
 }
@@ -196,185 +192,4 @@ func TestNodeInterrupted(t *testing.T) {
 	}
 	n.expectNothingRuns()
 	n.down()
-}
-
-// testNode is a node that is down when the test ends.
-type testNode struct {
-	node.Config
-	tb       *testing.T
-	programs map[string]string
-	spaces   map[string]bool // its namespaces, once it is up
-}
-
-func newNode(t *testing.T, dualStack bool) *testNode {
-	t.Helper()
-	repository, err := findRepository()
-	if err != nil {
-		t.Fatal(err)
-	}
-	paths, err := programs.Build(t.Context(), filepath.Join(repository, "integration/cluster"), filepath.Join(repository, "bin/cluster"), os.Stderr)
-	if err != nil {
-		t.Fatal(err)
-	}
-	n := &testNode{Config: node.Config{Dir: filepath.Join(t.TempDir(), "node"), DualStack: dualStack}, tb: t, programs: paths}
-	t.Cleanup(n.down)
-	return n
-}
-
-func (n *testNode) phase(name string, f func()) {
-	n.tb.Helper()
-	start := time.Now()
-	f()
-	n.tb.Logf("%-10s %6.1fs", name, time.Since(start).Seconds())
-}
-
-func (n *testNode) tryUp(ctx context.Context, paths map[string]string) error {
-	n.tb.Helper()
-	pause, err := images.Pause()
-	if err != nil {
-		n.tb.Fatal(err)
-	}
-	tar, err := pause.Bytes()
-	if err != nil {
-		n.tb.Fatal(err)
-	}
-	return node.Up(ctx, n.Config, paths, tar, n.tb.Output())
-}
-
-func (n *testNode) up(ctx context.Context, paths map[string]string) {
-	n.tb.Helper()
-	if err := n.tryUp(ctx, paths); err != nil {
-		n.tb.Fatal(err)
-	}
-	n.spaces = map[string]bool{}
-	for kind := range strings.FieldsSeq("mnt net pid") {
-		n.spaces[strings.TrimSpace(n.exec("readlink", "/proc/1/ns/"+kind))] = true
-	}
-}
-
-// down takes the node down and sees that it is.
-func (n *testNode) down() {
-	n.tb.Helper()
-	if err := node.Down(n.Config); err != nil {
-		n.tb.Error(err)
-	}
-	n.expectNothingRuns()
-	if _, err := os.Stat(n.Dir); !os.IsNotExist(err) {
-		n.tb.Errorf("%s: %v, want nothing", n.Dir, err)
-	}
-	mounts, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		n.tb.Fatal(err)
-	}
-	if strings.Contains(string(mounts), n.Dir) {
-		n.tb.Errorf("mounts are left:\n%s", mounts)
-	}
-}
-
-// expectNothingRuns: soon, when the dead are collected, no process has the node's folder in its command line, or is
-// in its namespaces.
-func (n *testNode) expectNothingRuns() {
-	n.tb.Helper()
-	var left []string
-	for deadline := time.Now().Add(5 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
-		if left = n.running(); left == nil {
-			return
-		}
-	}
-	n.tb.Errorf("processes are left: %q", left)
-}
-
-func (n *testNode) running() (left []string) {
-	processes, _ := filepath.Glob("/proc/[0-9]*") // the pattern is good
-	for _, p := range processes {
-		line, _ := os.ReadFile(p + "/cmdline")
-		here := strings.Contains(string(line), `"`+n.Dir+`"`)
-		for kind := range strings.FieldsSeq("mnt net pid") {
-			space, _ := os.Readlink(p + "/ns/" + kind)
-			here = here || n.spaces[space]
-		}
-		if here {
-			left = append(left, p+" "+string(line))
-		}
-	}
-	return left
-}
-
-func (n *testNode) load(i images.Image, err error) {
-	n.tb.Helper()
-	if err != nil {
-		n.tb.Fatal(err)
-	}
-	file, err := os.Create(filepath.Join(n.tb.TempDir(), "image.tar"))
-	if err != nil {
-		n.tb.Fatal(err)
-	}
-	defer file.Close() //nolint:errcheck // read by then
-	if err := i.Write(file); err != nil {
-		n.tb.Fatal(err)
-	}
-	if _, err := file.Seek(0, io.SeekStart); err != nil {
-		n.tb.Fatal(err)
-	}
-	if err := loadFrom(n.tb.Context(), n.Config, file); err != nil {
-		n.tb.Fatal(err)
-	}
-}
-
-// script makes a program.
-func (n *testNode) script(text string) string {
-	n.tb.Helper()
-	path := filepath.Join(n.tb.TempDir(), "script")
-	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+text+"\n"), 0o755); err != nil {
-		n.tb.Fatal(err)
-	}
-	return path
-}
-
-func (n *testNode) kubectl(stdin string, args ...string) string {
-	n.tb.Helper()
-	return n.must(n.try(stdin, slices.Concat([]string{filepath.Join(n.Dir, "kubectl")}, args)...))
-}
-
-func (n *testNode) jsonpath(object, path string) string {
-	n.tb.Helper()
-	return n.kubectl("", "get", object, "-o", "jsonpath="+path)
-}
-
-// exec runs a command on the node.
-func (n *testNode) exec(args ...string) string {
-	n.tb.Helper()
-	argv, _, err := node.Command(n.Config, false, args...)
-	if err != nil {
-		n.tb.Fatal(err)
-	}
-	return n.must(n.try("", argv...))
-}
-
-func (n *testNode) try(stdin string, args ...string) (string, error) {
-	cmd := exec.CommandContext(n.tb.Context(), args[0], args[1:]...)
-	cmd.Env = append(os.Environ(), "KUBECONFIG="+n.Kubeconfig())
-	cmd.Stdin = strings.NewReader(stdin)
-	out, err := cmd.Output()
-	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) {
-		err = fmt.Errorf("%v: %w: %s", args, err, exit.Stderr)
-	}
-	return string(out), err
-}
-
-func (n *testNode) must(out string, err error) string {
-	n.tb.Helper()
-	if err != nil {
-		n.tb.Fatal(err)
-	}
-	return out
-}
-
-func (n *testNode) eventually(what string, cond func() bool) {
-	n.tb.Helper()
-	for deadline := time.Now().Add(30 * time.Second); !cond(); time.Sleep(200 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			n.tb.Fatalf("it never happened: %s", what)
-		}
-	}
 }

@@ -1,6 +1,7 @@
 package images
 
 import (
+	"debug/elf"
 	"fmt"
 	"os/exec"
 	"path/filepath"
@@ -89,13 +90,23 @@ func (t *tree) busybox() error {
 	if err != nil {
 		return fmt.Errorf("images need busybox-static: %w", err)
 	}
-	list, err := exec.Command(source, "--list").Output() //nolint:noctx // it takes no time
+	program, err := elf.Open(source)
+	if err != nil {
+		return err
+	}
+	defer program.Close() //nolint:errcheck // only read
+	if program.Section(".interp") != nil {
+		return fmt.Errorf("%s is not static: images need busybox-static", source)
+	}
+	list, err := exec.Command(source, "--list").Output()
 	if err != nil {
 		return fmt.Errorf("asking busybox what it is: %w", err)
 	}
 	t.program("/usr/bin/busybox", source)
 	for name := range strings.FieldsSeq(string(list)) {
-		if _, ok := t.entries["/usr/bin/"+name]; !ok {
+		_, bin := t.entries["/usr/bin/"+name]
+		_, sbin := t.entries["/usr/sbin/"+name]
+		if !bin && !sbin {
 			t.symlink("/usr/bin/"+name, "busybox")
 		}
 	}

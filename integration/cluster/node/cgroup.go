@@ -11,6 +11,8 @@ import (
 	"time"
 )
 
+const cgroupRoot = "/sys/fs/cgroup"
+
 // cgroups are the node's cgroup in each of the machine's hierarchies, of both versions.
 func (c Config) cgroups() ([]string, error) {
 	data, err := os.ReadFile("/proc/self/mounts")
@@ -20,7 +22,7 @@ func (c Config) cgroups() ([]string, error) {
 	var dirs []string
 	for line := range strings.Lines(string(data)) {
 		fields := strings.Fields(line)
-		if len(fields) > 2 && (fields[2] == "cgroup" || fields[2] == "cgroup2") && strings.HasPrefix(fields[1], "/sys/fs/cgroup") {
+		if len(fields) > 2 && (fields[2] == "cgroup" || fields[2] == "cgroup2") && strings.HasPrefix(fields[1], cgroupRoot) {
 			dirs = append(dirs, filepath.Join(fields[1], c.cgroup()))
 		}
 	}
@@ -35,6 +37,26 @@ func (c Config) makeCgroups() error {
 	for _, dir := range dirs {
 		if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 			return fmt.Errorf("making the node's cgroup: %w", err)
+		}
+		// The unified hierarchy, where it is the only one.
+		if parent := filepath.Dir(dir); parent == cgroupRoot {
+			if err := enableControllers(parent); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// enableControllers lets the cgroups in dir have all controllers that dir has: kubelet wants them in its root.
+func enableControllers(dir string) error {
+	controllers, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
+	if err != nil {
+		return err
+	}
+	for name := range strings.FieldsSeq(string(controllers)) {
+		if err := os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte("+"+name), 0o600); err != nil {
+			return fmt.Errorf("enabling the controller %s in %s: %w", name, dir, err)
 		}
 	}
 	return nil

@@ -121,8 +121,8 @@ func copyFile(from, to string) error {
 	if err != nil {
 		return err
 	}
-	defer source.Close()                                                     //nolint:errcheck // only read
-	target, err := os.OpenFile(to, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o755) //nolint:gosec // a program
+	defer source.Close() //nolint:errcheck // only read
+	target, err := os.OpenFile(to, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o755)
 	if err != nil {
 		return err
 	}
@@ -235,10 +235,9 @@ func firstOf(cidr string) net.IP {
 	return ip
 }
 
-const containerdConfig = `version = 3
+const containerdConfig = `version = 4
 
 [plugins.'io.containerd.cri.v1.images']
-  discard_unpacked_layers = true
   [plugins.'io.containerd.cri.v1.images'.pinned_images]
     sandbox = 'localhost/pause:node'
 

@@ -44,7 +44,7 @@ func initialize(argument string, report *os.File) error {
 	if err := unix.Sethostname([]byte(Name)); err != nil {
 		return fmt.Errorf("setting the host name: %w", err)
 	}
-	cmd := exec.Command("/proc/self/exe", "supervise", argument) //nolint:noctx // as long as the node
+	cmd := exec.Command("/proc/self/exe", "supervise", argument)
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 	cmd.Env = append(os.Environ(), environment...)
 	cmd.ExtraFiles = []*os.File{report, os.NewFile(apiFD, "api")}

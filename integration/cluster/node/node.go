@@ -107,7 +107,7 @@ func (c Config) start(ctx context.Context, api *net.TCPListener, progress io.Wri
 	if err != nil {
 		return err
 	}
-	cmd := exec.Command("/proc/self/exe", "init", string(argument)) //nolint:noctx // it outlives this process
+	cmd := exec.Command("/proc/self/exe", "init", string(argument))
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.ExtraFiles = []*os.File{report, listener}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
@@ -251,10 +251,10 @@ func startTime(pid int) (string, error) {
 // for that of the world outside, in the world; and the environment for it.
 func Command(c Config, world bool, args ...string) (argv, env []string, err error) {
 	s, err := c.load()
-	if err != nil {
-		return nil, nil, fmt.Errorf("finding the node: %w", err)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, nil, err
 	}
-	if !s.running() {
+	if err != nil || !s.running() {
 		return nil, nil, fmt.Errorf("the node in %s is down", c.Dir)
 	}
 	enter := []string{"nsenter", "--target", strconv.Itoa(s.PID), "--mount", "--pid", "--uts", "--ipc"}

@@ -51,6 +51,9 @@ func Supervise(ctx context.Context, argument string) error {
 
 // start brings everything up, in the order in which one needs the other.
 func (s *supervisor) start(ctx context.Context) error {
+	if err := os.Mkdir(stoppedDir, 0o755); err != nil {
+		return err
+	}
 	if err := makeNetwork(ctx); err != nil {
 		return fmt.Errorf("making the node's network: %w", err)
 	}
@@ -132,6 +135,9 @@ func (s *supervisor) run(ctx context.Context, c component) error {
 	return nil
 }
 
+// stoppedDir holds a file for each component that is not to be started again yet: so tests stop one.
+const stoppedDir = "/run/stopped"
+
 // keep starts a component again whenever it has ended, as long as ctx.
 func keep(ctx context.Context, c component, ended <-chan error) {
 	for {
@@ -141,10 +147,14 @@ func keep(ctx context.Context, c component, ended <-chan error) {
 		case <-ctx.Done():
 			return
 		}
-		select {
-		case <-time.After(time.Second):
-		case <-ctx.Done():
-			return
+		for stopped := true; stopped; {
+			select {
+			case <-time.After(time.Second):
+			case <-ctx.Done():
+				return
+			}
+			_, err := os.Stat(filepath.Join(stoppedDir, c.name))
+			stopped = err == nil
 		}
 		var err error
 		if ended, err = launch(ctx, c); err != nil {

@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-// Names under which the one Kubernetes binary is installed: it is what it is called as.
+// Kubernetes are the names that the one binary of Kubernetes goes by.
 var Kubernetes = []string{"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"}
 
 // CNI are the reference plugins.
@@ -104,7 +104,7 @@ func (b build) cached(ctx context.Context, source, cache string, progress io.Wri
 		return "", fmt.Errorf("go build in %s: %w", cmd.Dir, err)
 	}
 	// MkdirTemp's mode keeps others out.
-	if err := os.Chmod(tmp, 0o755); err != nil { //nolint:gosec // programs are for everybody
+	if err := os.Chmod(tmp, 0o755); err != nil {
 		return "", err
 	}
 	if err := os.Rename(tmp, dir); err != nil {
