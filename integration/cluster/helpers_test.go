@@ -1,10 +1,10 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -125,18 +125,11 @@ func (n *testNode) load(i images.Image, err error) {
 	if err != nil {
 		n.tb.Fatal(err)
 	}
-	file, err := os.Create(filepath.Join(n.tb.TempDir(), "image.tar"))
+	tar, err := i.Bytes()
 	if err != nil {
 		n.tb.Fatal(err)
 	}
-	defer file.Close() //nolint:errcheck // read by then
-	if err := i.Write(file); err != nil {
-		n.tb.Fatal(err)
-	}
-	if _, err := file.Seek(0, io.SeekStart); err != nil {
-		n.tb.Fatal(err)
-	}
-	if err := loadFrom(n.tb.Context(), n.Config, file); err != nil {
+	if err := node.Load(n.tb.Context(), n.Config, bytes.NewReader(tar)); err != nil {
 		n.tb.Fatal(err)
 	}
 }

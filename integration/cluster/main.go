@@ -26,7 +26,10 @@ import (
 
 const usage = `usage: cluster up|down|load|image|exec [flags] [arguments]`
 
-func main() { os.Exit(run()) }
+func main() {
+	node.Main()
+	os.Exit(run())
+}
 
 func run() int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -56,10 +59,6 @@ func command(ctx context.Context, name string, args []string) error {
 		flags.BoolVar(&c.DualStack, "dual-stack", false, "give pods and Services IPv6 addresses too")
 	case "exec":
 		flags.BoolVar(&world, "world", false, "run it in the world outside the node, at "+node.WorldIPv4+" and "+node.WorldIPv6)
-	case "init": // the node's own processes
-		return node.Init(args[0])
-	case "supervise":
-		return node.Supervise(ctx, args[0])
 	}
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -115,31 +114,18 @@ func up(ctx context.Context, c node.Config, source, cache string) error {
 // load gives the node images from files, or from standard input.
 func load(ctx context.Context, c node.Config, files []string) error {
 	if len(files) == 0 {
-		return loadFrom(ctx, c, os.Stdin)
+		return node.Load(ctx, c, os.Stdin)
 	}
 	for _, name := range files {
 		file, err := os.Open(name)
 		if err != nil {
 			return err
 		}
-		err = loadFrom(ctx, c, file)
+		err = node.Load(ctx, c, file)
 		_ = file.Close() // only read
 		if err != nil {
 			return fmt.Errorf("loading %s: %w", name, err)
 		}
-	}
-	return nil
-}
-
-func loadFrom(ctx context.Context, c node.Config, tar *os.File) error {
-	argv, env, err := node.Command(c, false, "ctr", "-n", "k8s.io", "images", "import", "-")
-	if err != nil {
-		return err
-	}
-	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
-	cmd.Env, cmd.Stdin = env, tar
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("importing an image: %w: %s", err, out)
 	}
 	return nil
 }

@@ -15,11 +15,8 @@ import (
 	"github.com/sluice-cni/sluice/integration/cluster/node"
 )
 
-// The node's own processes are this program, called again.
 func TestMain(m *testing.M) {
-	if len(os.Args) > 1 && (os.Args[1] == "init" || os.Args[1] == "supervise") {
-		os.Exit(run())
-	}
+	node.Main()
 	os.Exit(m.Run())
 }
 

@@ -8,6 +8,9 @@ import (
 	"net/http"
 )
 
+// manyRequests are for controllers that would otherwise wait most of the time that it takes to come up.
+var manyRequests = []string{"--kube-api-qps=500", "--kube-api-burst=1000"}
+
 // component is a program that runs on the node as long as the node does.
 type component struct {
 	name string
@@ -60,7 +63,7 @@ func (c Config) apiserver() component {
 }
 
 func (c Config) controllerManager() component {
-	return component{"kube-controller-manager", []string{
+	return component{"kube-controller-manager", append([]string{
 		"--kubeconfig=" + kubeDir + "/kube-controller-manager.conf",
 		"--leader-elect=false",
 		"--use-service-account-credentials=true",
@@ -70,15 +73,15 @@ func (c Config) controllerManager() component {
 		"--cluster-signing-key-file=" + kubeDir + "/ca.key",
 		"--service-cluster-ip-range=" + c.families(servicesIPv4, servicesIPv6),
 		"--bind-address=127.0.0.1",
-	}, answers("https://127.0.0.1:10257/healthz")}
+	}, manyRequests...), answers("https://127.0.0.1:10257/healthz")}
 }
 
 func (c Config) scheduler() component {
-	return component{"kube-scheduler", []string{
+	return component{"kube-scheduler", append([]string{
 		"--kubeconfig=" + kubeDir + "/kube-scheduler.conf",
 		"--leader-elect=false",
 		"--bind-address=127.0.0.1",
-	}, answers("https://127.0.0.1:10259/healthz")}
+	}, manyRequests...), answers("https://127.0.0.1:10259/healthz")}
 }
 
 func (c Config) kubelet() component {

@@ -13,24 +13,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Descriptors that start hands on, through Init to Supervise.
+// Descriptors that start hands on, through the first process to the supervisor.
 const (
 	reportFD = 3 // where what is said to follow goes
 	apiFD    = 4 // the machine's listener for the API server
 )
 
-// Init is the node's first process, in namespaces that are still as the machine's: it makes the node's root,
+// initialize is the node's first process, in namespaces that are still as the machine's: it makes the node's root,
 // starts the supervisor, and then collects processes that nobody else does.
-func Init(argument string) error {
+func initialize(argument string) (err error) {
 	report := os.NewFile(reportFD, "report")
-	err := initialize(argument, report)
-	if err != nil {
-		fmt.Fprintln(report, err)
-	}
-	return err
-}
-
-func initialize(argument string, report *os.File) error {
+	defer func() { fmt.Fprintln(report, err) }()
 	var c Config
 	if err := json.Unmarshal([]byte(argument), &c); err != nil {
 		return fmt.Errorf("reading the configuration: %w", err)
@@ -44,7 +37,7 @@ func initialize(argument string, report *os.File) error {
 	if err := unix.Sethostname([]byte(Name)); err != nil {
 		return fmt.Errorf("setting the host name: %w", err)
 	}
-	cmd := exec.Command("/proc/self/exe", "supervise", argument)
+	cmd := exec.Command("/proc/self/exe", superviseName, argument)
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 	cmd.Env = append(os.Environ(), environment...)
 	cmd.ExtraFiles = []*os.File{report, os.NewFile(apiFD, "api")}

@@ -32,7 +32,7 @@ const Name = "node"
 
 // Config is what a node is to be.
 type Config struct {
-	// Dir holds all of the node's state.
+	// Dir holds all of the node's state. It is on a file system that overlayfs can write to: not on an overlay.
 	Dir string `json:"dir"`
 	// DualStack gives pods and Services IPv6 addresses too.
 	DualStack bool `json:"dualStack"`
@@ -58,6 +58,31 @@ func (c Config) Kubeconfig() string { return c.path("kubeconfig") }
 // cgroup is the name of the node's cgroup in each hierarchy.
 func (c Config) cgroup() string {
 	return fmt.Sprintf("sluice-node-%x", sha256.Sum256([]byte(c.Dir)))[:len("sluice-node-")+8]
+}
+
+// What Main takes for a call of the node's own.
+const (
+	initName      = "node-init"
+	superviseName = "node-supervise"
+)
+
+// Main is the first thing that a program calls which calls Up: the node's own processes are that program, called
+// again. For them it does not return.
+func Main() {
+	if len(os.Args) != 3 {
+		return
+	}
+	var err error
+	switch os.Args[1] {
+	case initName:
+		err = initialize(os.Args[2])
+	case superviseName:
+		err = supervise(os.Args[2])
+	default:
+		return
+	}
+	fmt.Fprintln(os.Stderr, err) // into the node's log
+	os.Exit(1)
 }
 
 // Up starts a node and returns when it is ready to run pods. programs are the paths of its programs, pause is the
@@ -107,7 +132,7 @@ func (c Config) start(ctx context.Context, api *net.TCPListener, progress io.Wri
 	if err != nil {
 		return err
 	}
-	cmd := exec.Command("/proc/self/exe", "init", string(argument))
+	cmd := exec.Command("/proc/self/exe", initName, string(argument))
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.ExtraFiles = []*os.File{report, listener}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
@@ -264,4 +289,18 @@ func Command(c Config, world bool, args ...string) (argv, env []string, err erro
 	}
 	argv = append(append(enter, network, "--"), args...)
 	return argv, append(os.Environ(), environment...), nil
+}
+
+// Load gives the node that runs in c.Dir the images of an archive, as `docker save` writes it.
+func Load(ctx context.Context, c Config, archive io.Reader) error {
+	argv, env, err := Command(c, false, "ctr", "-n", "k8s.io", "images", "import", "-")
+	if err != nil {
+		return err
+	}
+	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
+	cmd.Env, cmd.Stdin = env, archive
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("importing images: %w: %s", err, out)
+	}
+	return nil
 }

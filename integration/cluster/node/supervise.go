@@ -10,7 +10,9 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
+	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -26,8 +28,10 @@ type supervisor struct {
 	begun  time.Time
 }
 
-// Supervise runs the node's components, in the node's namespaces, as long as ctx.
-func Supervise(ctx context.Context, argument string) error {
+// supervise runs the node's components, in the node's namespaces, until it is told to end.
+func supervise(argument string) error {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
 	s := &supervisor{report: os.NewFile(reportFD, "report"), begun: time.Now()}
 	if err := json.Unmarshal([]byte(argument), &s.Config); err != nil {
 		return fmt.Errorf("reading the configuration: %w", err)
@@ -46,7 +50,7 @@ func Supervise(ctx context.Context, argument string) error {
 	fmt.Fprintln(s.report, lineReady)
 	_ = s.report.Close() // nobody reads it now
 	<-ctx.Done()
-	return nil
+	return ctx.Err()
 }
 
 // start brings everything up, in the order in which one needs the other.
