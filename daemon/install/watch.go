@@ -67,7 +67,7 @@ func (k *Keeper) Run(ctx context.Context) error {
 		return fmt.Errorf("watching the CNI directories: %w", err)
 	}
 	defer w.Close() //nolint:errcheck // nothing was written
-	if err := os.Remove(k.uninstalledMark()); ignoreMissing(err) != nil {
+	if err := ignoreMissing(os.Remove(k.uninstalledMark())); err != nil {
 		return fmt.Errorf("installing after an uninstall: %w", err)
 	}
 	var f fight
