@@ -12,10 +12,10 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test fuzz bench lint manifests demo cluster-up cluster-down clean
+.PHONY: help build test fuzz bench lint manifests demo e2e e2e-kind cluster-up cluster-down clean
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## Build bin/sluice and bin/sluiced, static and stripped
 	CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o bin/sluice ./plugin
@@ -63,6 +63,13 @@ manifests: bin/tools/helm ## Render deploy/sluice.yaml from the chart
 
 demo: ## See it work: as root, in under a minute once it is built
 	@integration/demo.sh
+
+e2e: cluster-up ## Run the end-to-end tests on a Kubernetes node that is brought up here, and take it down
+	trap '$(MAKE) -C $(CURDIR) cluster-down' EXIT; cd integration/cluster && \
+		KUBECONFIG=$(CURDIR)/bin/cluster/node/kubeconfig go test -count=1 ./e2e && go test -count=1 $$(go list ./... | grep -v /e2e$$)
+
+e2e-kind: build bin/cluster/cluster ## Run the same tests on kind, where Docker is
+	integration/cluster/kind.sh
 
 cluster-up: build bin/cluster/cluster ## Bring a Kubernetes node up here, as root, with images of sluice and mitmproxy
 	integration/setup.sh e2e

@@ -1,0 +1,244 @@
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	appsv1 "k8s.io/api/apps/v1"
+	authv1 "k8s.io/api/authorization/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"sigs.k8s.io/e2e-framework/klient/k8s"
+	"sigs.k8s.io/e2e-framework/pkg/envconf"
+	"sigs.k8s.io/e2e-framework/pkg/features"
+)
+
+// step is one test in the words of the framework.
+func step(t *testing.T, name string, do func(ctx context.Context, t *testing.T, c *envconf.Config)) {
+	t.Helper()
+	suite.Test(t, features.New(name).Assess(name, func(ctx context.Context, t *testing.T, c *envconf.Config) context.Context {
+		do(ctx, t, c)
+		return ctx
+	}).Feature())
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+var capture = map[string]string{"sluice.dev/capture": "true"}
+
+// TestSluice is one story, in the order in which a cluster meets it.
+func TestSluice(t *testing.T) {
+	var server string // the server's address
+	step(t, "a labelled pod waits for the proxy, from the first packet of its init container on", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		var p corev1.Pod
+		must(t, client(c).Get(ctx, "server", namespace, &p))
+		server = p.Status.PodIP
+		ask := "wget -q -O- http://" + server + "/"
+		must(t, client(c).Create(ctx, newPod("captured", namespace, capture, "sleep 86400", ask)))
+		must(t, client(c).Create(ctx, newPod("plain", namespace, nil, "sleep 86400", ask)))
+		must(t, client(c).Create(ctx, newPod("excluded", "kube-system", capture, "sleep 86400", "")))
+		must(t, eventually(ctx, "a connection waits, and the pod without the label runs", func() (bool, error) {
+			a, err := attachment(ctx, c, namespace+"/captured")
+			return a.State == "captured" && a.Waiting == 1 && running(ctx, c, "plain"), err
+		}))
+		if got := askedBy(ctx, t, c); got != 1 {
+			t.Errorf("the server was asked %d times, want once, by the pod without the label", got)
+		}
+		must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
+		must(t, eventually(ctx, "the pod runs, its request is complete", func() (bool, error) { return running(ctx, c, "captured"), nil }))
+		if got := seenByProxy(ctx, t, c, server); got != 1 {
+			t.Errorf("the proxy saw %d requests, want 1", got)
+		}
+	})
+	step(t, "who did not opt in, or may not, is left alone", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		a, err := attachment(ctx, c, namespace+"/plain")
+		if err != nil || a.State != "not captured" {
+			t.Errorf("the pod without the label: got %+v, %v", a, err)
+		}
+		if a, err := attachment(ctx, c, "kube-system/excluded"); err != nil || a.State != "" {
+			t.Errorf("the pod of an excluded namespace: got %+v, %v; want it not known", a, err)
+		}
+		must(t, client(c).Delete(ctx, newPod("excluded", "kube-system", nil, "", "")))
+	})
+	step(t, "a label comes to a running pod, and goes", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		for _, want := range []struct{ patch, state string }{
+			{`{"metadata":{"labels":{"sluice.dev/capture":"true"}}}`, "captured"},
+			{`{"metadata":{"labels":{"sluice.dev/capture":null}}}`, "not captured"},
+		} {
+			must(t, client(c).Patch(ctx, newPod("plain", namespace, nil, "", ""), k8s.Patch{PatchType: types.MergePatchType, Data: []byte(want.patch)}))
+			must(t, eventually(ctx, "the pod is "+want.state, func() (bool, error) {
+				a, err := attachment(ctx, c, namespace+"/plain")
+				return a.State == want.state, err
+			}))
+			before := seenByProxy(ctx, t, c, server)
+			if _, err := exec(ctx, c, namespace, "plain", "wget", "-q", "-O-", "http://"+server+"/"); err != nil {
+				t.Fatal(err)
+			}
+			if got := seenByProxy(ctx, t, c, server) > before; got != (want.state == "captured") {
+				t.Errorf("%s: the proxy saw it %t", want.state, got)
+			}
+		}
+	})
+	step(t, "a bad annotation fails its pod, and says so", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		p := newPod("bad", namespace, capture, "sleep 86400", "")
+		p.Annotations = map[string]string{"sluice.dev/quic": "maybe"}
+		must(t, client(c).Create(ctx, p))
+		must(t, eventually(ctx, "an event names key and value", func() (bool, error) {
+			return told(ctx, c, "bad", "SluiceRefused", `sluice.dev/quic: "maybe"`)
+		}))
+		must(t, client(c).Delete(ctx, p))
+	})
+	step(t, "a pod on the host's network cannot be captured, and says so", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		p := newPod("host", namespace, capture, "sleep 86400", "")
+		p.Spec.HostNetwork = true
+		must(t, client(c).Create(ctx, p))
+		must(t, eventually(ctx, "an event says so", func() (bool, error) { return told(ctx, c, "host", "SluiceNotCaptured", "host's network") }))
+		must(t, client(c).Delete(ctx, p))
+	})
+	step(t, "the DaemonSet is rolled over while requests flow", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		outcome := make(chan error, 1)
+		go func() {
+			_, err := exec(ctx, c, namespace, "captured", "sh", "-c", "for i in $(seq 200); do wget -q -O/dev/null http://"+server+"/ || exit 1; done")
+			outcome <- err
+		}()
+		patch := fmt.Appendf(nil, `{"spec":{"template":{"metadata":{"annotations":{"e2e":"%d"}}}}}`, time.Now().UnixNano())
+		must(t, client(c).Patch(ctx, &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Name: "sluice", Namespace: system}}, k8s.Patch{PatchType: types.MergePatchType, Data: patch}))
+		must(t, eventually(ctx, "it is rolled out", func() (bool, error) { return rolledOut(ctx, c, system, "sluice") }))
+		if err := <-outcome; err != nil {
+			t.Errorf("a request failed: %v", err)
+		}
+	})
+	step(t, "another component rewrites the network configuration", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		_, err := exec(ctx, c, namespace, "node", "sh", "-c", "f=$(ls /cni/*.conflist | head -1); cat > $f <<'END'\n"+original+"END")
+		must(t, err)
+		must(t, eventually(ctx, "the entry is back", func() (bool, error) {
+			text, err := exec(ctx, c, namespace, "node", "sh", "-c", "cat /cni/*.conflist")
+			return strings.Contains(text, `"type":"sluice"`), err
+		}))
+	})
+	step(t, "the daemon's role does what it needs, and no more", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		k, err := kubernetes.NewForConfig(c.Client().RESTConfig())
+		must(t, err)
+		for _, can := range []struct {
+			verb, resource string
+			want           bool
+		}{
+			{"get", "pods", true}, {"list", "pods", true}, {"watch", "pods", true}, {"list", "namespaces", true}, {"create", "events", true},
+			{"patch", "pods", false}, {"delete", "pods", false}, {"create", "pods", false}, {"get", "secrets", false}, {"list", "configmaps", false},
+			{"get", "services", false}, {"patch", "nodes", false}, {"get", "nodes", false}, {"patch", "namespaces", false},
+		} {
+			got, err := k.AuthorizationV1().SubjectAccessReviews().Create(ctx, &authv1.SubjectAccessReview{Spec: authv1.SubjectAccessReviewSpec{
+				User:               "system:serviceaccount:" + system + ":sluice",
+				Groups:             []string{"system:serviceaccounts", "system:authenticated"},
+				ResourceAttributes: &authv1.ResourceAttributes{Verb: can.verb, Resource: can.resource},
+			}}, metav1.CreateOptions{})
+			must(t, err)
+			if got.Status.Allowed != can.want {
+				t.Errorf("%s %s: allowed %t, want %t", can.verb, can.resource, got.Status.Allowed, can.want)
+			}
+		}
+	})
+	step(t, "nothing is left of a deleted pod", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		must(t, client(c).Delete(ctx, newPod("captured", namespace, nil, "", "")))
+		must(t, client(c).Delete(ctx, newPod("plain", namespace, nil, "", "")))
+		must(t, eventually(ctx, "the daemon has forgotten them, and so has the disk", func() (bool, error) {
+			for _, pod := range []string{"captured", "plain"} {
+				if a, err := attachment(ctx, c, namespace+"/"+pod); err != nil || a.State != "" {
+					return false, err
+				}
+			}
+			left, err := exec(ctx, c, namespace, "node", "sh", "-c", "cat /run/sluice/attachments/* 2>/dev/null || true")
+			return !strings.Contains(left, `"captured"`) && !strings.Contains(left, `"plain"`), err
+		}))
+	})
+	step(t, "uninstalled, the node is as it was, and works", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		name, err := only(ctx, c, system, "app.kubernetes.io/name=sluice")
+		must(t, err)
+		_, err = exec(ctx, c, system, name, "sluiced", "uninstall", "--cni-conf-dir=/host/cni/net.d", "--cni-bin-dir=/host/cni/bin")
+		must(t, err)
+		text, err := exec(ctx, c, namespace, "node", "sh", "-c", "cat /cni/*.conflist")
+		must(t, err)
+		if text != original {
+			t.Errorf("the network configuration is\n%s\nand was\n%s", text, original)
+		}
+		must(t, client(c).Create(ctx, newPod("after", namespace, nil, "sleep 86400", "")))
+		must(t, eventually(ctx, "a pod starts", func() (bool, error) { return running(ctx, c, "after"), nil }))
+		if a, err := attachment(ctx, c, namespace+"/after"); err != nil || a.State != "" {
+			t.Errorf("a pod that was added after: got %+v, %v; want it not known", a, err)
+		}
+	})
+}
+
+// attached is what the daemon says of one pod; all of it is empty if it says nothing.
+type attached struct {
+	Pod, State, Backend string
+	Waiting             int
+}
+
+func attachment(ctx context.Context, c *envconf.Config, pod string) (attached, error) {
+	name, err := only(ctx, c, system, "app.kubernetes.io/name=sluice")
+	if err != nil {
+		return attached{}, err
+	}
+	out, err := exec(ctx, c, system, name, "sluiced", "status", "--json")
+	if err != nil {
+		return attached{}, err
+	}
+	var s struct{ Attachments []attached }
+	if err := json.Unmarshal([]byte(out), &s); err != nil {
+		return attached{}, err
+	}
+	for _, a := range s.Attachments {
+		if a.Pod == pod {
+			return a, nil
+		}
+	}
+	return attached{}, nil
+}
+
+// askedBy counts the requests that the server has answered.
+func askedBy(ctx context.Context, t *testing.T, c *envconf.Config) int {
+	t.Helper()
+	return strings.Count(logs(ctx, t, c, namespace, "server"), "url:/")
+}
+
+// seenByProxy counts the requests to server that the proxy has logged.
+func seenByProxy(ctx context.Context, t *testing.T, c *envconf.Config, server string) int {
+	t.Helper()
+	name, err := only(ctx, c, proxies, "app=mitmproxy")
+	must(t, err)
+	return strings.Count(logs(ctx, t, c, proxies, name), "GET http://"+server+"/")
+}
+
+func logs(ctx context.Context, t *testing.T, c *envconf.Config, namespace, pod string) string {
+	t.Helper()
+	k, err := kubernetes.NewForConfig(c.Client().RESTConfig())
+	must(t, err)
+	text, err := k.CoreV1().Pods(namespace).GetLogs(pod, &corev1.PodLogOptions{}).DoRaw(ctx)
+	must(t, err)
+	return string(text)
+}
+
+func told(ctx context.Context, c *envconf.Config, pod, reason, message string) (bool, error) {
+	var events corev1.EventList
+	if err := client(c).WithNamespace(namespace).List(ctx, &events); err != nil {
+		return false, err
+	}
+	for _, e := range events.Items {
+		if e.InvolvedObject.Name == pod && e.Reason == reason && strings.Contains(e.Message, message) {
+			return true, nil
+		}
+	}
+	return false, nil
+}
