@@ -119,6 +119,37 @@ func TestSluice(t *testing.T) {
 			t.Errorf("a request failed: %v", err)
 		}
 	})
+	step(t, "pods start without the daemon, and end where they should", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		patchDaemon := func(how types.PatchType, patch string) {
+			must(t, client(c).Patch(ctx, &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Name: "sluice", Namespace: system}},
+				k8s.Patch{PatchType: how, Data: []byte(patch)}))
+		}
+		patchDaemon(types.MergePatchType, `{"spec":{"template":{"spec":{"nodeSelector":{"nowhere":"x"}}}}}`)
+		must(t, eventually(ctx, "the daemon is gone", func() (bool, error) {
+			var pods corev1.PodList
+			err := client(c).WithNamespace(system).List(ctx, &pods)
+			return len(pods.Items) == 0, err
+		}))
+		asked, seen := askedBy(ctx, t, c), seenByProxy(ctx, t, c, server)
+		script := "wget -q -O- http://" + server + "/ && echo complete && sleep 86400"
+		for name, labels := range map[string]map[string]string{"early": capture, "early-plain": nil} {
+			must(t, client(c).Create(ctx, newPod(name, namespace, labels, script, "")))
+		}
+		must(t, eventually(ctx, "both run", func() (bool, error) { return running(ctx, c, "early") && running(ctx, c, "early-plain"), nil }))
+		if got := askedBy(ctx, t, c); got != asked {
+			t.Errorf("%d requests went out before anybody knew the labels", got-asked)
+		}
+		patchDaemon(types.JSONPatchType, `[{"op":"remove","path":"/spec/template/spec/nodeSelector/nowhere"}]`)
+		for _, name := range []string{"early", "early-plain"} {
+			must(t, eventually(ctx, name+" completes its request", func() (bool, error) {
+				return strings.Contains(logs(ctx, t, c, namespace, name), "complete"), nil
+			}))
+		}
+		if got := seenByProxy(ctx, t, c, server) - seen; got != 1 {
+			t.Errorf("the proxy saw %d of the two requests, want that of the labelled pod", got)
+		}
+		must(t, eventually(ctx, "the daemon is back", func() (bool, error) { return rolledOut(ctx, c, system, "sluice") }))
+	})
 	step(t, "another component rewrites the network configuration", func(ctx context.Context, t *testing.T, c *envconf.Config) {
 		_, err := exec(ctx, c, namespace, "node", "sh", "-c", "f=$(ls /cni/*.conflist | head -1); cat > $f <<'END'\n"+original+"END")
 		must(t, err)
@@ -150,16 +181,21 @@ func TestSluice(t *testing.T) {
 		}
 	})
 	step(t, "nothing is left of a deleted pod", func(ctx context.Context, t *testing.T, c *envconf.Config) {
-		must(t, client(c).Delete(ctx, newPod("captured", namespace, nil, "", "")))
-		must(t, client(c).Delete(ctx, newPod("plain", namespace, nil, "", "")))
+		names := []string{"captured", "plain", "early", "early-plain"}
+		for _, name := range names {
+			must(t, client(c).Delete(ctx, newPod(name, namespace, nil, "", "")))
+		}
 		must(t, eventually(ctx, "the daemon has forgotten them, and so has the disk", func() (bool, error) {
-			for _, pod := range []string{"captured", "plain"} {
-				if a, err := attachment(ctx, c, namespace+"/"+pod); err != nil || a.State != "" {
+			left, err := exec(ctx, c, namespace, "node", "sh", "-c", "cat /run/sluice/attachments/* 2>/dev/null || true")
+			if err != nil {
+				return false, err
+			}
+			for _, name := range names {
+				if a, err := attachment(ctx, c, namespace+"/"+name); err != nil || a.State != "" || strings.Contains(left, `"name":"`+name+`"`) {
 					return false, err
 				}
 			}
-			left, err := exec(ctx, c, namespace, "node", "sh", "-c", "cat /run/sluice/attachments/* 2>/dev/null || true")
-			return !strings.Contains(left, `"captured"`) && !strings.Contains(left, `"plain"`), err
+			return true, nil
 		}))
 	})
 	step(t, "uninstalled, the node is as it was, and works", func(ctx context.Context, t *testing.T, c *envconf.Config) {
