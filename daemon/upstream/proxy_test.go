@@ -29,8 +29,9 @@ var request = Request{
 // proxy is a fake upstream: each connection goes to handle, and is closed when that returns.
 type proxy struct {
 	net.Listener
-	mu    sync.Mutex
-	conns []*net.TCPConn
+	mu      sync.Mutex
+	conns   []*net.TCPConn
+	stopped bool
 }
 
 func startProxy(t *testing.T, address string, handle func(*net.TCPConn)) *proxy {
@@ -48,9 +49,9 @@ func startProxy(t *testing.T, address string, handle func(*net.TCPConn)) *proxy 
 				return // stopped
 			}
 			conn := c.(*net.TCPConn)
-			p.mu.Lock()
-			p.conns = append(p.conns, conn)
-			p.mu.Unlock()
+			if !p.own(conn) {
+				return
+			}
 			wg.Go(func() {
 				defer conn.Close() //nolint:errcheck // the handler had its say
 				handle(conn)
@@ -64,6 +65,18 @@ func startProxy(t *testing.T, address string, handle func(*net.TCPConn)) *proxy 
 	return p
 }
 
+// own takes a connection that was accepted, if not too late.
+func (p *proxy) own(conn *net.TCPConn) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.stopped {
+		_ = conn.Close()
+		return false
+	}
+	p.conns = append(p.conns, conn)
+	return true
+}
+
 // stop ends the proxy as a killed one ends: nobody listens, and its connections are closed.
 func (p *proxy) stop() {
 	_ = p.Close() // a second time is harmless
@@ -72,7 +85,7 @@ func (p *proxy) stop() {
 	for _, c := range p.conns {
 		_ = c.Close()
 	}
-	p.conns = nil
+	p.conns, p.stopped = nil, true
 }
 
 // readConnect reads the header of a request, and no more.

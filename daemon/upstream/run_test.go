@@ -8,6 +8,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -41,26 +42,37 @@ func TestUpstreamComesAndGoes(t *testing.T) {
 	}
 }
 
+// TestWaitersGoOnTogether: all of them, however they wait, as soon as the upstream comes.
 func TestWaitersGoOnTogether(t *testing.T) {
 	t.Parallel()
-	u := newUpstream(freeAddress(), config.Connect)
-	run(t, u)
-	done := make(chan error)
-	for i := range 10 {
-		go func() {
-			if i%2 == 0 {
-				done <- u.Wait(t.Context())
-			} else {
-				done <- u.Pause(t.Context(), time.Hour) // no longer than it takes to come back
-			}
-		}()
-	}
-	startProxy(t, u.name, fine)
-	for range 10 {
-		if err := <-done; err != nil {
-			t.Errorf("Wait: %v", err)
+	synctest.Test(t, func(t *testing.T) {
+		u := newUpstream(freeAddress(), config.Connect)
+		const waiters = 10
+		done := make(chan error, waiters)
+		for i := range waiters {
+			go func() {
+				if i%2 == 0 {
+					done <- u.Wait(t.Context())
+				} else {
+					done <- u.Pause(t.Context(), time.Hour) // no longer than it takes to come back
+				}
+			}()
 		}
-	}
+		synctest.Wait()
+		if got := len(done); got != 0 {
+			t.Fatalf("%d of %d did not wait", got, waiters)
+		}
+		u.came()
+		synctest.Wait()
+		if got := len(done); got != waiters {
+			t.Errorf("%d of %d went on", got, waiters)
+		}
+		for range waiters {
+			if err := <-done; err != nil {
+				t.Errorf("a waiter got %v", err)
+			}
+		}
+	})
 }
 
 func TestWaitEndsWithItsContext(t *testing.T) {
