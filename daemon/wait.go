@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -30,6 +32,10 @@ func waitCommand() *cobra.Command {
 			}
 			look := func(ctx context.Context) error { return askDaemon(ctx, attach.NewClient(socket)) }
 			if address != "" {
+				address, err := config.Address(address, os.LookupEnv)
+				if err != nil {
+					return fmt.Errorf("--address: %w", err)
+				}
 				look = func(ctx context.Context) error { return connect(ctx, address) }
 			}
 			start := time.Now()
@@ -47,7 +53,7 @@ func waitCommand() *cobra.Command {
 		},
 	}
 	socketFlag(c, &socket)
-	c.Flags().StringVar(&address, "address", "", "look for the upstream at host:port instead of asking the daemon")
+	c.Flags().StringVar(&address, "address", "", "look for the upstream at host:port instead of asking the daemon; ${HOST_IP} and other environment variables are expanded")
 	c.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait; 0 for as long as it takes")
 	c.Flags().StringVar(&onTimeout, "on-timeout", "fail", "fail, or proceed with success")
 	return c

@@ -65,6 +65,7 @@ type netns struct {
 	stop        context.CancelFunc
 	refuse      context.CancelFunc // ends what accepts
 	trouble     string             // why it is not as its record says
+	waiting     time.Time          // since when connections wait for the upstream; zero while none does
 }
 
 // New makes an agent without attachments.
@@ -87,10 +88,10 @@ func (a *Agent) Run(ctx context.Context) error {
 	for ctx.Err() == nil && !a.isRetired() {
 		a.Reconcile(ctx)
 		select {
-		case <-reconcile.C:
+		case now := <-reconcile.C:
+			a.reportWaiting(now)
 		case <-reconsider.C:
 			a.reconsider(ctx)
-			a.reportWaiting()
 		case <-a.source.Changed():
 			a.reconsider(ctx)
 		case <-ctx.Done():

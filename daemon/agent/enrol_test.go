@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -231,5 +232,44 @@ func TestPodsThatCannotBeCapturedAreTold(t *testing.T) {
 	}
 	if diff := cmp.Diff(want, w.events); diff != "" {
 		t.Errorf("events, each once (-want +got):\n%s", diff)
+	}
+}
+
+// TestLongWaitsAreTold: of connections, not of an upstream that nobody misses.
+func TestLongWaitsAreTold(t *testing.T) {
+	t.Parallel()
+	h := nstest.NewHost(t, "pod")
+	w := newWishes()
+	w.set(capture)
+	a := newAgentFor(t, w)
+	at := attachment(h, "eth0")
+	if _, err := a.Attach(t.Context(), at); err != nil {
+		t.Fatal(err)
+	}
+	told := func(now time.Time) bool {
+		a.reportWaiting(now)
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return slices.ContainsFunc(w.events, func(e string) bool { return strings.Contains(e, reasonWaiting) })
+	}
+	start := time.Now()
+	if told(start) || told(start.Add(time.Hour)) {
+		t.Error("nothing waited, and an event says that something did")
+	}
+	c, err := h.Dial(t.Context(), "tcp", "127.0.0.1:15001")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close() //nolint:errcheck // nothing was asked
+	nstest.Eventually(t, "the connection waits", func() bool {
+		s, _ := a.of(at.ID)
+		return s.Waiting == 1
+	})
+	came := start.Add(2 * time.Hour)
+	if told(came) || told(came.Add(longWait-time.Millisecond)) {
+		t.Error("told before it was long")
+	}
+	if !told(came.Add(longWait)) {
+		t.Error("not told when it was long")
 	}
 }

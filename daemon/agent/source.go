@@ -76,25 +76,29 @@ func (a *Agent) report(pod attach.Pod, warning bool, reason, message string) {
 	}
 }
 
-// longWait is how late the upstream is when the pods whose connections wait for it are told.
+// longWait is how long a pod's connections wait for the upstream before the pod's people are told.
 const longWait = 10 * time.Second
 
-func (a *Agent) reportWaiting() {
+// reportWaiting tells the pods whose connections have waited for long, as far as it was called often meanwhile.
+func (a *Agent) reportWaiting(now time.Time) {
 	up := a.upstream.Status()
-	if up.Ready || time.Since(up.Since) < longWait {
-		return
-	}
-	for _, s := range a.waitingPods() {
-		a.report(s, true, reasonWaiting, fmt.Sprintf("connections wait for the upstream %s: %s", up.Address, up.Reason))
+	for _, pod := range a.waitedLong(now, up.Reason != "") {
+		a.report(pod, true, reasonWaiting, fmt.Sprintf("connections wait for the upstream %s: %s", up.Address, up.Reason))
 	}
 }
 
-func (a *Agent) waitingPods() []attach.Pod {
+// waitedLong notes since when connections wait, if it is for the upstream that they do.
+func (a *Agent) waitedLong(now time.Time, late bool) []attach.Pod {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	var pods []attach.Pod
 	for id, n := range a.byID {
-		if n.status(id).Waiting > 0 {
+		switch {
+		case !late || n.status(id).Waiting == 0:
+			n.waiting = time.Time{}
+		case n.waiting.IsZero():
+			n.waiting = now
+		case now.Sub(n.waiting) >= longWait:
 			pods = append(pods, n.attachments[id].Pod)
 		}
 	}

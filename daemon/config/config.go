@@ -179,13 +179,7 @@ type setter func(json.RawMessage) error
 // keys is every key of the file, by its path, and where its value goes.
 func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 	return map[string]setter{
-		"upstream.address": text(&c.Upstream.Address, func(s string) (string, error) {
-			s, err := expand(s, lookupEnv)
-			if err != nil {
-				return "", err
-			}
-			return hostPort(s)
-		}),
+		"upstream.address":                 text(&c.Upstream.Address, func(s string) (string, error) { return Address(s, lookupEnv) }),
 		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5}, "sockets")),
 		"upstream.podSelector.namespace":   text(&c.Upstream.Pods.Namespace, named),
 		"upstream.podSelector.matchLabels": labels(&c.Upstream.Pods),
@@ -376,6 +370,15 @@ func labels(of *Selector) setter {
 		}
 		return nil
 	}
+}
+
+// Address parses host:port, in which ${NAME} is a variable of the environment.
+func Address(s string, lookupEnv func(string) (string, bool)) (string, error) {
+	s, err := expand(s, lookupEnv)
+	if err != nil {
+		return "", err
+	}
+	return hostPort(s)
 }
 
 // expand replaces ${NAME}. An IPv6 address gets the brackets that a port behind it needs.

@@ -76,6 +76,24 @@ metricsAddress: "[::1]:9090"
 			}
 			c.AgentSocket, c.StateDir, c.MetricsAddress = "/a.sock", "/d", "[::1]:9090"
 		}},
+		{"the upstream's pods", `
+upstream:
+  podSelector: {namespace: proxies, matchLabels: {app: mitmproxy, generation: 2}}
+  port: 8080
+capture: {source: kubernetes}
+`, func(c *Config) {
+			c.Upstream = Upstream{
+				Pods: Selector{Namespace: "proxies", Labels: map[string]string{"app": "mitmproxy", "generation": "2"}}, Port: 8080, Protocol: Connect,
+			}
+			c.Capture.Source = Kubernetes
+		}},
+		{
+			"the upstream's service", "upstream: {service: {namespace: proxies, name: mitmproxy}, port: '80'}\ncapture: {source: kubernetes}\n",
+			func(c *Config) {
+				c.Upstream = Upstream{Service: Name{Namespace: "proxies", Name: "mitmproxy"}, Port: 80, Protocol: Connect}
+				c.Capture.Source = Kubernetes
+			},
+		},
 		{"what is given replaces the default", minimal + "metricsAddress: ''\n", func(c *Config) { c.MetricsAddress = "" }},
 		{
 			"no excluded CIDRs", "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all, excludeCIDRs: []}\n",
@@ -100,6 +118,7 @@ func TestParseErrors(t *testing.T) {
 	t.Parallel()
 	const upstream = "upstream: {address: '127.0.0.1:18080'}\n"
 	const source = "capture: {source: all}\n"
+	pods := func(upstream string) string { return "upstream: {" + upstream + "}\ncapture: {source: kubernetes}\n" }
 	for _, tc := range []struct{ yaml, want string }{
 		{"", "upstream.address: missing"},
 		{"[]", "[] is not a mapping of keys"},
@@ -129,6 +148,21 @@ func TestParseErrors(t *testing.T) {
 		{"upstream: {address: '${EMPTY}:1'}\n" + source, `the environment has no EMPTY`},
 		{"upstream: {address: 'a:1', protocol: http}\n" + source, `upstream.protocol: "http" is not one of [connect socks5]`},
 		{"upstream: {address: 'a:1', protocol: sockets}\n" + source, `upstream.protocol: "sockets" is not in this version yet`},
+
+		{pods(`podSelector: {namespace: p, matchLabels: {a: b}}, address: 'a:1'`), "upstream: want one of address, podSelector and service"},
+		{pods(`podSelector: {namespace: p, matchLabels: {a: b}}, service: {namespace: p, name: n}, port: 1`), "upstream: want one of"},
+		{pods(`podSelector: {matchLabels: {a: b}}, port: 1`), "upstream.podSelector.namespace: missing"},
+		{pods(`podSelector: {namespace: p}, port: 1`), "upstream.podSelector.matchLabels: missing"},
+		{pods(`podSelector: {namespace: p, matchLabels: {}}, port: 1`), "upstream.podSelector.matchLabels: missing"},
+		{pods(`podSelector: {namespace: p, matchLabels: [a]}, port: 1`), `upstream.podSelector.matchLabels: ["a"] is not a mapping of labels`},
+		{pods(`podSelector: {namespace: '', matchLabels: {a: b}}, port: 1`), `upstream.podSelector.namespace: "" is not a name`},
+		{pods(`podSelector: {namespace: p, matchLabels: {a: b}}`), "upstream.port: missing"},
+		{pods(`podSelector: {namespace: p, labels: {a: b}}, port: 1`), "upstream.podSelector.labels: unknown key"},
+		{pods(`service: {name: n}, port: 1`), "upstream.service.namespace: missing"},
+		{pods(`service: {namespace: p}, port: 1`), "upstream.service.name: missing"},
+		{pods(`service: {namespace: p, name: n}, port: http`), `upstream.port: "http" is not a port`},
+		{pods(`address: 'a:1', port: 1`), "upstream.port: the address has one"},
+		{"upstream: {service: {namespace: p, name: n}, port: 1}\n" + source, `capture.source: "all" knows no pods and services`},
 
 		{upstream + "capture: {source: some}\n", `capture.source: "some" is not one of`},
 		{upstream + "capture: {source: all, includePorts: 80}\n", `capture.includePorts: 80 is not a list`},

@@ -9,11 +9,42 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // tempSuffix and the dot before it keep a half-written file from every runtime: none looks at this extension, and
 // none runs a plugin of such a name.
 const tempSuffix = ".sluice-tmp"
+
+// lockPatience is long beside any installation.
+const lockPatience = 5 * time.Second
+
+// lock keeps others from installing or uninstalling at the same time, such as the daemon that is about to replace
+// this one: they write to the same temporary files. It locks stateDir itself, which it makes; the kernel unlocks for
+// who is killed.
+func lock(stateDir string) (unlock func(), err error) {
+	if err := os.MkdirAll(stateDir, 0o755); err != nil {
+		return nil, err
+	}
+	d, err := os.Open(stateDir)
+	if err != nil {
+		return nil, err
+	}
+	deadline := time.Now().Add(lockPatience)
+	for {
+		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		switch {
+		case err == nil:
+			return func() { _ = d.Close() }, nil
+		case !errors.Is(err, unix.EWOULDBLOCK) || time.Now().After(deadline):
+			_ = d.Close() // only opened to be locked
+			return nil, fmt.Errorf("locking %s against other installations: %w", stateDir, err)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
 
 // step is called before every step that changes the disk. Tests end the process there.
 var step = func(string) {}

@@ -43,6 +43,19 @@ type Installer struct {
 // Install brings the node in line, and returns the files that it had to write. After it the runtime's choice of
 // network, and no other, has the entry.
 func (i Installer) Install() (written []string, err error) {
+	unlock, err := lock(i.StateDir)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if err := ignoreMissing(os.Remove(i.uninstalledMark())); err != nil {
+		return nil, fmt.Errorf("installing after an uninstall: %w", err)
+	}
+	return i.install()
+}
+
+// install is for who holds the lock.
+func (i Installer) install() (written []string, err error) {
 	if err := errors.Join(sweep(i.ConfDir), sweep(i.BinDir)); err != nil {
 		return nil, fmt.Errorf("removing what an installation left: %w", err)
 	}
@@ -197,11 +210,12 @@ func (i Installer) uninstalledMark() string { return filepath.Join(i.StateDir, "
 // Uninstall takes the entry out and puts back what became a conflist. The binary stays for as long as there are
 // records of attachments, whose DEL needs it; it is said how many.
 func (i Installer) Uninstall() (attachments int, err error) {
-	err = os.MkdirAll(i.StateDir, 0o755)
-	if err == nil {
-		err = os.WriteFile(i.uninstalledMark(), nil, 0o600)
-	}
+	unlock, err := lock(i.StateDir)
 	if err != nil {
+		return 0, err
+	}
+	defer unlock()
+	if err := os.WriteFile(i.uninstalledMark(), nil, 0o600); err != nil {
 		return 0, fmt.Errorf("telling the daemon not to install again: %w", err)
 	}
 	if err := errors.Join(sweep(i.ConfDir), sweep(i.BinDir)); err != nil {

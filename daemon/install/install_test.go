@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/containernetworking/cni/libcni"
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	nstest "github.com/sluice-cni/sluice/integration/netns"
@@ -397,6 +398,43 @@ func TestFullDisk(t *testing.T) {
 	t.Error("it never had room")
 }
 
+// TestInstallersDoNotMix: a daemon and the one that replaces it may both install, and somebody may uninstall.
+func TestInstallersDoNotMix(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
+	other := i
+	other.Entry = json.RawMessage(`{"type":"sluice","backend":"nftables","excludeNamespaces":["kube-system"]}`)
+	var g errgroup.Group
+	for range 3 {
+		for _, act := range []func() error{
+			func() error { _, err := i.Install(); return err },
+			func() error { _, err := other.Install(); return err },
+			func() error { _, err := i.Uninstall(); return err },
+		} {
+			g.Go(func() error {
+				for range 20 {
+					if err := act(); err != nil {
+						return err
+					}
+					if _, err := i.primary(); err != nil {
+						return err // not valid at some moment
+					}
+				}
+				return nil
+			})
+		}
+	}
+	if err := g.Wait(); err != nil {
+		t.Error(err)
+	}
+	if _, err := i.Uninstall(); err != nil {
+		t.Fatal(err)
+	}
+	if got := contents(t, i)["10-a.conflist"]; got != bridge {
+		t.Errorf("got %q, want what was there before", got)
+	}
+}
+
 // TestKeeper: whatever others do to the files, the plugin is back.
 func TestKeeper(t *testing.T) {
 	t.Parallel()
@@ -445,7 +483,7 @@ func TestKeeper(t *testing.T) {
 		t.Fatal(err)
 	}
 	back("the binary is removed")
-	if err := os.RemoveAll(i.ConfDir); err != nil {
+	if err := os.Rename(i.ConfDir, filepath.Join(dir, "gone")); err != nil {
 		t.Fatal(err)
 	}
 	nstest.Eventually(t, "it sees that nothing is left", func() bool { return k.Ready() != nil })

@@ -112,10 +112,15 @@ func (k *Keeper) look(f *fight) {
 var errUninstalled = errors.New("uninstalled by hand, until the daemon starts again")
 
 func (k *Keeper) unlessUninstalled() (written []string, err error) {
+	unlock, err := lock(k.StateDir)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
 	if _, err := os.Stat(k.uninstalledMark()); err == nil {
 		return nil, errUninstalled
 	}
-	return k.Install()
+	return k.install()
 }
 
 // fight counts how often files had to be written again.
