@@ -64,16 +64,17 @@ manifests: bin/tools/helm ## Render deploy/sluice.yaml from the chart
 demo: ## See it work: as root, in under a minute once it is built
 	@integration/demo.sh
 
-e2e: cluster-up ## Run the end-to-end tests on a Kubernetes node that is brought up here, and take it down
+e2e: cluster-up bin/tools/helm ## Run the end-to-end tests on a Kubernetes node that is brought up here, and take it down
 	trap '$(MAKE) -C $(CURDIR) cluster-down' EXIT; cd integration/cluster && \
-		KUBECONFIG=$(CURDIR)/bin/cluster/node/kubeconfig go test -count=1 ./e2e && go test -count=1 $$(go list ./... | grep -v /e2e$$)
+		KUBECONFIG=$(CURDIR)/bin/cluster/node/kubeconfig E2E_ON_NODE='$(CURDIR)/bin/cluster/cluster exec -- sh -c' \
+			go test -count=1 ./e2e && go test -count=1 $$(go list ./... | grep -v /e2e$$)
 
-e2e-kind: build bin/cluster/cluster ## Run the same tests on kind, where Docker is
+e2e-kind: build bin/cluster/cluster bin/tools/helm ## Run the same tests on kind, where Docker is
 	integration/cluster/kind.sh
 
 cluster-up: build bin/cluster/cluster ## Bring a Kubernetes node up here, as root, with images of sluice and mitmproxy
 	integration/setup.sh e2e
-	bin/cluster/cluster up
+	bin/cluster/cluster up --dual-stack
 	bin/cluster/cluster image sluice bin/sluice bin/sluiced | bin/cluster/cluster load
 	bin/cluster/cluster image mitmproxy | bin/cluster/cluster load
 	bin/cluster/cluster image tools | bin/cluster/cluster load

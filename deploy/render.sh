@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prints the manifests for `kubectl apply -f`, as the chart makes them of its own values.
+# Prints the manifests for `kubectl apply -f`, as the chart makes them of its own values, and of what the arguments change.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cat <<'END'
@@ -12,4 +12,4 @@ metadata:
     # The daemon uses the host's network and mounts its directories.
     pod-security.kubernetes.io/enforce: privileged
 END
-bin/tools/helm template sluice deploy/chart --namespace sluice-system --kube-version 1.35.0
+bin/tools/helm template sluice deploy/chart --namespace sluice-system --kube-version 1.35.0 "$@"

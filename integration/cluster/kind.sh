@@ -14,4 +14,4 @@ load() { # what is made here goes to the node by way of docker
 load sluice "$root/bin/sluice" "$root/bin/sluiced"
 load mitmproxy
 load tools
-KUBECONFIG=$root/bin/kind.kubeconfig go test -count=1 -v ./e2e
+KUBECONFIG=$root/bin/kind.kubeconfig E2E_ON_NODE="docker exec $name-control-plane sh -c" go test -count=1 -v ./e2e

@@ -5,3 +5,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "sluice.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
+
+{{/* What sluiced reads. The default address gives way to another place of the upstream. */}}
+{{- define "sluice.config" -}}
+{{- $config := deepCopy .Values.config -}}
+{{- if or $config.upstream.podSelector $config.upstream.service -}}
+{{- $_ := unset $config.upstream "address" -}}
+{{- end -}}
+{{- toYaml $config -}}
+{{- end }}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net"
+	"net/url"
 	"strings"
 	"testing"
 	"time"
@@ -26,6 +28,9 @@ func step(t *testing.T, name string, do func(ctx context.Context, t *testing.T, 
 		do(ctx, t, c)
 		return ctx
 	}).Feature())
+	if t.Failed() {
+		t.FailNow() // the rest of the story needs this one
+	}
 }
 
 func must(t *testing.T, err error) {
@@ -39,12 +44,8 @@ var capture = map[string]string{"sluice.dev/capture": "true"}
 
 // TestSluice is one story, in the order in which a cluster meets it.
 func TestSluice(t *testing.T) {
-	var server string // the server's address
 	step(t, "a labelled pod waits for the proxy, from the first packet of its init container on", func(ctx context.Context, t *testing.T, c *envconf.Config) {
-		var p corev1.Pod
-		must(t, client(c).Get(ctx, "server", namespace, &p))
-		server = p.Status.PodIP
-		ask := "wget -q -O- http://" + server + "/"
+		ask := "wget -q -O- " + urls(ctx, t, c)[0]
 		must(t, client(c).Create(ctx, newPod("captured", namespace, capture, "sleep 86400", ask)))
 		must(t, client(c).Create(ctx, newPod("plain", namespace, nil, "sleep 86400", ask)))
 		must(t, client(c).Create(ctx, newPod("excluded", "kube-system", capture, "sleep 86400", "")))
@@ -55,12 +56,14 @@ func TestSluice(t *testing.T) {
 		if got := askedBy(ctx, t, c); got != 1 {
 			t.Errorf("the server was asked %d times, want once, by the pod without the label", got)
 		}
+		applyExamples(ctx, t, c)
 		must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
 		must(t, eventually(ctx, "the pod runs, its request is complete", func() (bool, error) { return running(ctx, c, "captured"), nil }))
-		if got := seenByProxy(ctx, t, c, server); got != 1 {
+		if got := seenByProxy(ctx, t, c); got != 1 {
 			t.Errorf("the proxy saw %d requests, want 1", got)
 		}
 	})
+	step(t, "the examples of waiting without capture end through the proxy", checkExamples)
 	step(t, "who did not opt in, or may not, is left alone", func(ctx context.Context, t *testing.T, c *envconf.Config) {
 		a, err := attachment(ctx, c, namespace+"/plain")
 		if err != nil || a.State != "not captured" {
@@ -81,14 +84,17 @@ func TestSluice(t *testing.T) {
 				a, err := attachment(ctx, c, namespace+"/plain")
 				return a.State == want.state, err
 			}))
-			before := seenByProxy(ctx, t, c, server)
-			if _, err := exec(ctx, c, namespace, "plain", "wget", "-q", "-O-", "http://"+server+"/"); err != nil {
-				t.Fatal(err)
-			}
-			if got := seenByProxy(ctx, t, c, server) > before; got != (want.state == "captured") {
-				t.Errorf("%s: the proxy saw it %t", want.state, got)
-			}
+			checkAsk(ctx, t, c, "plain", want.state == "captured")
 		}
+	})
+	step(t, "a label comes to a pod that is older than sluice", func(ctx context.Context, t *testing.T, c *envconf.Config) {
+		must(t, client(c).Patch(ctx, newPod("older", namespace, nil, "", ""), k8s.Patch{
+			PatchType: types.MergePatchType, Data: []byte(`{"metadata":{"labels":{"sluice.dev/capture":"true"}}}`),
+		}))
+		must(t, eventually(ctx, "it is captured, and told so", func() (bool, error) {
+			return told(ctx, c, "older", "SluiceCaptured", "connections that were open before stay as they are")
+		}))
+		checkAsk(ctx, t, c, "older", true)
 	})
 	step(t, "a bad annotation fails its pod, and says so", func(ctx context.Context, t *testing.T, c *envconf.Config) {
 		p := newPod("bad", namespace, capture, "sleep 86400", "")
@@ -107,9 +113,9 @@ func TestSluice(t *testing.T) {
 		must(t, client(c).Delete(ctx, p))
 	})
 	step(t, "the DaemonSet is rolled over while requests flow", func(ctx context.Context, t *testing.T, c *envconf.Config) {
-		outcome := make(chan error, 1)
+		outcome, url := make(chan error, 1), urls(ctx, t, c)[0]
 		go func() {
-			_, err := exec(ctx, c, namespace, "captured", "sh", "-c", "for i in $(seq 200); do wget -q -O/dev/null http://"+server+"/ || exit 1; done")
+			_, err := inPod(ctx, c, namespace, "captured", "sh", "-c", "for i in $(seq 200); do wget -q -O/dev/null "+url+" || exit 1; done")
 			outcome <- err
 		}()
 		patch := fmt.Appendf(nil, `{"spec":{"template":{"metadata":{"annotations":{"e2e":"%d"}}}}}`, time.Now().UnixNano())
@@ -130,8 +136,8 @@ func TestSluice(t *testing.T) {
 			err := client(c).WithNamespace(system).List(ctx, &pods)
 			return len(pods.Items) == 0, err
 		}))
-		asked, seen := askedBy(ctx, t, c), seenByProxy(ctx, t, c, server)
-		script := "wget -q -O- http://" + server + "/ && echo complete && sleep 86400"
+		asked, seen := askedBy(ctx, t, c), seenByProxy(ctx, t, c)
+		script := "wget -q -O- " + urls(ctx, t, c)[0] + " && echo complete && sleep 86400"
 		for name, labels := range map[string]map[string]string{"early": capture, "early-plain": nil} {
 			must(t, client(c).Create(ctx, newPod(name, namespace, labels, script, "")))
 		}
@@ -145,16 +151,18 @@ func TestSluice(t *testing.T) {
 				return strings.Contains(logs(ctx, t, c, namespace, name), "complete"), nil
 			}))
 		}
-		if got := seenByProxy(ctx, t, c, server) - seen; got != 1 {
+		if got := seenByProxy(ctx, t, c) - seen; got != 1 {
 			t.Errorf("the proxy saw %d of the two requests, want that of the labelled pod", got)
 		}
 		must(t, eventually(ctx, "the daemon is back", func() (bool, error) { return rolledOut(ctx, c, system, "sluice") }))
 	})
+	step(t, "the upstream is found by its labels, and by its service", upstreamKinds)
+	step(t, "pods start without the API server, and end where they should", withoutAPIServer)
 	step(t, "another component rewrites the network configuration", func(ctx context.Context, t *testing.T, c *envconf.Config) {
-		_, err := exec(ctx, c, namespace, "node", "sh", "-c", "f=$(ls /cni/*.conflist | head -1); cat > $f <<'END'\n"+original+"END")
+		_, err := inPod(ctx, c, namespace, "node", "sh", "-c", "f=$(ls /cni/*.conflist | head -1); cat > $f <<'END'\n"+original+"END")
 		must(t, err)
 		must(t, eventually(ctx, "the entry is back", func() (bool, error) {
-			text, err := exec(ctx, c, namespace, "node", "sh", "-c", "cat /cni/*.conflist")
+			text, err := inPod(ctx, c, namespace, "node", "sh", "-c", "cat /cni/*.conflist")
 			return strings.Contains(text, `"type":"sluice"`), err
 		}))
 	})
@@ -181,12 +189,12 @@ func TestSluice(t *testing.T) {
 		}
 	})
 	step(t, "nothing is left of a deleted pod", func(ctx context.Context, t *testing.T, c *envconf.Config) {
-		names := []string{"captured", "plain", "early", "early-plain"}
+		names := []string{"captured", "plain", "older", "early", "early-plain"}
 		for _, name := range names {
 			must(t, client(c).Delete(ctx, newPod(name, namespace, nil, "", "")))
 		}
 		must(t, eventually(ctx, "the daemon has forgotten them, and so has the disk", func() (bool, error) {
-			left, err := exec(ctx, c, namespace, "node", "sh", "-c", "cat /run/sluice/attachments/* 2>/dev/null || true")
+			left, err := inPod(ctx, c, namespace, "node", "sh", "-c", "cat /run/sluice/attachments/* 2>/dev/null || true")
 			if err != nil {
 				return false, err
 			}
@@ -201,9 +209,9 @@ func TestSluice(t *testing.T) {
 	step(t, "uninstalled, the node is as it was, and works", func(ctx context.Context, t *testing.T, c *envconf.Config) {
 		name, err := only(ctx, c, system, "app.kubernetes.io/name=sluice")
 		must(t, err)
-		_, err = exec(ctx, c, system, name, "sluiced", "uninstall", "--cni-conf-dir=/host/cni/net.d", "--cni-bin-dir=/host/cni/bin")
+		_, err = inPod(ctx, c, system, name, "sluiced", "uninstall", "--cni-conf-dir=/host/cni/net.d", "--cni-bin-dir=/host/cni/bin")
 		must(t, err)
-		text, err := exec(ctx, c, namespace, "node", "sh", "-c", "cat /cni/*.conflist")
+		text, err := inPod(ctx, c, namespace, "node", "sh", "-c", "cat /cni/*.conflist")
 		must(t, err)
 		if text != original {
 			t.Errorf("the network configuration is\n%s\nand was\n%s", text, original)
@@ -223,47 +231,96 @@ type attached struct {
 }
 
 func attachment(ctx context.Context, c *envconf.Config, pod string) (attached, error) {
-	name, err := only(ctx, c, system, "app.kubernetes.io/name=sluice")
-	if err != nil {
-		return attached{}, err
-	}
-	out, err := exec(ctx, c, system, name, "sluiced", "status", "--json")
-	if err != nil {
-		return attached{}, err
-	}
-	var s struct{ Attachments []attached }
-	if err := json.Unmarshal([]byte(out), &s); err != nil {
-		return attached{}, err
-	}
+	s, err := status(ctx, c)
 	for _, a := range s.Attachments {
 		if a.Pod == pod {
-			return a, nil
+			return a, err
 		}
 	}
-	return attached{}, nil
+	return attached{}, err
+}
+
+// said is what the daemon says.
+type said struct {
+	Upstream struct {
+		Address string
+		Ready   bool
+	}
+	Attachments []attached
+}
+
+func status(ctx context.Context, c *envconf.Config) (s said, err error) {
+	name, err := only(ctx, c, system, "app.kubernetes.io/name=sluice")
+	if err != nil {
+		return s, err
+	}
+	out, err := inPod(ctx, c, system, name, "sluiced", "status", "--json")
+	if err != nil {
+		return s, err
+	}
+	err = json.Unmarshal([]byte(out), &s)
+	return s, err
 }
 
 // askedBy counts the requests that the server has answered.
 func askedBy(ctx context.Context, t *testing.T, c *envconf.Config) int {
 	t.Helper()
-	return strings.Count(logs(ctx, t, c, namespace, "server"), "url:/")
+	return strings.Count(logs(ctx, t, c, namespace, "server"), "url:/\n")
 }
 
-// seenByProxy counts the requests to server that the proxy has logged.
-func seenByProxy(ctx context.Context, t *testing.T, c *envconf.Config, server string) int {
+// seenByProxy counts the requests to the server that the proxy has logged.
+func seenByProxy(ctx context.Context, t *testing.T, c *envconf.Config) (seen int) {
 	t.Helper()
 	name, err := only(ctx, c, proxies, "app=mitmproxy")
 	must(t, err)
-	return strings.Count(logs(ctx, t, c, proxies, name), "GET http://"+server+"/")
+	brackets := strings.NewReplacer("[", "", "]", "") // which mitmproxy leaves out
+	log := brackets.Replace(logs(ctx, t, c, proxies, name))
+	for _, url := range urls(ctx, t, c) {
+		seen += strings.Count(log, "GET "+brackets.Replace(url)+"\n")
+	}
+	return seen
+}
+
+// urls are the server's: IPv4 and, in a cluster that has it, IPv6.
+func urls(ctx context.Context, t *testing.T, c *envconf.Config) (urls []string) {
+	t.Helper()
+	var p corev1.Pod
+	must(t, client(c).Get(ctx, "server", namespace, &p))
+	for _, ip := range p.Status.PodIPs {
+		urls = append(urls, (&url.URL{Scheme: "http", Host: strings.TrimSuffix(net.JoinHostPort(ip.IP, ""), ":"), Path: "/"}).String())
+	}
+	return urls
+}
+
+// checkAsk lets a pod ask the server, at each of its addresses.
+func checkAsk(ctx context.Context, t *testing.T, c *envconf.Config, pod string, captured bool) {
+	t.Helper()
+	for _, url := range urls(ctx, t, c) {
+		before := seenByProxy(ctx, t, c)
+		if out, err := inPod(ctx, c, namespace, pod, "wget", "-q", "-O-", url); err != nil || out != "hello\n" {
+			t.Fatalf("%s asks %s: got %q, %v", pod, url, out, err)
+		}
+		if got := seenByProxy(ctx, t, c) > before; got != captured {
+			t.Errorf("%s asks %s: the proxy saw it %t", pod, url, got)
+		}
+	}
 }
 
 func logs(ctx context.Context, t *testing.T, c *envconf.Config, namespace, pod string) string {
 	t.Helper()
+	text, err := containerLogs(ctx, c, namespace, pod, "")
+	must(t, err)
+	return text
+}
+
+// containerLogs is what one container has written, the only one if it has no name.
+func containerLogs(ctx context.Context, c *envconf.Config, namespace, pod, container string) (string, error) {
 	k, err := kubernetes.NewForConfig(c.Client().RESTConfig())
-	must(t, err)
-	text, err := k.CoreV1().Pods(namespace).GetLogs(pod, &corev1.PodLogOptions{}).DoRaw(ctx)
-	must(t, err)
-	return string(text)
+	if err != nil {
+		return "", err
+	}
+	text, err := k.CoreV1().Pods(namespace).GetLogs(pod, &corev1.PodLogOptions{Container: container}).DoRaw(ctx)
+	return string(text), err
 }
 
 func told(ctx context.Context, c *envconf.Config, pod, reason, message string) (bool, error) {

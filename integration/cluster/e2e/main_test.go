@@ -6,6 +6,7 @@ package e2e
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -19,6 +20,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/e2e-framework/klient/decoder"
 	"sigs.k8s.io/e2e-framework/klient/k8s"
 	"sigs.k8s.io/e2e-framework/klient/k8s/resources"
@@ -38,9 +40,10 @@ var (
 )
 
 // images replaces those of the manifests by those that were built here.
-var images = strings.NewReplacer("image: sluice:0.1.0", "image: sluice:e2e", "image: mitmproxy/mitmproxy:8.1.1", "image: mitmproxy:e2e")
+var images = strings.NewReplacer("image: sluice:0.1.0", "image: sluice:e2e", "image: mitmproxy/mitmproxy:8.1.1", "image: mitmproxy:e2e",
+	"image: busybox:1.36", "image: tools:e2e")
 
-// fixtures are a server, which logs who asks, and a look at the node's own files.
+// fixtures are a server, which logs who asks, a look at the node's own files, and a pod that is older than sluice.
 const fixtures = `
 apiVersion: v1
 kind: Namespace
@@ -55,7 +58,21 @@ spec:
     - name: c
       image: tools:e2e
       imagePullPolicy: IfNotPresent
-      command: [sh, -c, "mkdir /w; echo hello > /w/index.html; exec httpd -f -vv -p 80 -h /w"]
+      command:
+        - sh
+        - -c
+        - |
+          mkdir /w && cd /w
+          echo hello | tee index.html wait-init-container wait-init-container-proceed wait-post-start wait-native-sidecar
+          exec httpd -f -vv -p 80
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: older, namespace: sluice-e2e}
+spec:
+  terminationGracePeriodSeconds: 0
+  containers:
+    - {name: c, image: "tools:e2e", imagePullPolicy: IfNotPresent, command: [sleep, "86400"]}
 ---
 apiVersion: v1
 kind: Pod
@@ -95,12 +112,12 @@ func run(m *testing.M) int {
 			return ctx, err
 		}
 		if err := eventually(ctx, "the fixtures run", func() (bool, error) {
-			return running(ctx, c, "server") && running(ctx, c, "node"), nil
+			return running(ctx, c, "server") && running(ctx, c, "node") && running(ctx, c, "older"), nil
 		}); err != nil {
 			return ctx, err
 		}
 		var err error
-		if original, err = exec(ctx, c, namespace, "node", "sh", "-c", "cat /cni/*.conflist"); err != nil {
+		if original, err = inPod(ctx, c, namespace, "node", "sh", "-c", "cat /cni/*.conflist"); err != nil {
 			return ctx, err
 		}
 		if err := applyFile(ctx, c, "sluice.yaml"); err != nil {
@@ -132,20 +149,26 @@ func deleteFile(ctx context.Context, c *envconf.Config, name string) error {
 
 func client(c *envconf.Config) *resources.Resources { return c.Client().Resources() }
 
-func apply(ctx context.Context, c *envconf.Config, manifest string) error {
+// apply makes objects, or changes them, as kubectl apply --server-side does.
+func apply(ctx context.Context, c *envconf.Config, manifest string, options ...decoder.DecodeOption) error {
+	force := func(o *metav1.PatchOptions) { o.FieldManager, o.Force = "e2e", new(true) }
 	return decoder.DecodeEach(ctx, strings.NewReader(manifest), func(ctx context.Context, o k8s.Object) error {
+		data, err := json.Marshal(o)
+		if err != nil {
+			return err
+		}
 		return eventually(ctx, "apply "+o.GetName(), func() (bool, error) {
-			err := client(c).Create(ctx, o)
+			err := client(c).Patch(ctx, o, k8s.Patch{PatchType: types.ApplyPatchType, Data: data}, force)
 			if apierrors.IsForbidden(err) { // its namespace's service account is on its way
 				return false, nil
 			}
 			return true, err
 		})
-	})
+	}, options...)
 }
 
-func remove(ctx context.Context, c *envconf.Config, manifest string) error {
-	return decoder.DecodeEach(ctx, strings.NewReader(manifest), decoder.DeleteIgnoreNotFound(client(c)))
+func remove(ctx context.Context, c *envconf.Config, manifest string, options ...decoder.DecodeOption) error {
+	return decoder.DecodeEach(ctx, strings.NewReader(manifest), decoder.DeleteIgnoreNotFound(client(c)), options...)
 }
 
 // eventually waits for cond, as long as anything here takes.
@@ -182,7 +205,7 @@ func rolledOut(ctx context.Context, c *envconf.Config, namespace, name string) (
 		s.UpdatedNumberScheduled == s.DesiredNumberScheduled && s.NumberReady == s.DesiredNumberScheduled, nil
 }
 
-func exec(ctx context.Context, c *envconf.Config, namespace, pod string, command ...string) (string, error) {
+func inPod(ctx context.Context, c *envconf.Config, namespace, pod string, command ...string) (string, error) {
 	var out, errs bytes.Buffer
 	if err := client(c).ExecInPod(ctx, namespace, pod, "", command, &out, &errs); err != nil {
 		return "", fmt.Errorf("%s in %s/%s: %w\n%s%s", command, namespace, pod, err, out.String(), errs.String())
