@@ -12,7 +12,7 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test fuzz bench lint manifests demo e2e e2e-kind cluster-up cluster-down clean
+.PHONY: help build test fuzz bench lint manifests demo e2e bench-e2e e2e-kind cluster-up cluster-down clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ e2e: cluster-up bin/tools/helm ## Run the end-to-end tests on a Kubernetes node 
 	trap '$(MAKE) -C $(CURDIR) cluster-down' EXIT; cd integration/cluster && \
 		KUBECONFIG=$(CURDIR)/bin/cluster/node/kubeconfig E2E_ON_NODE='$(CURDIR)/bin/cluster/cluster exec -- sh -c' \
 			go test -count=1 ./e2e && go test -count=1 $$(go list ./... | grep -v /e2e$$)
+
+bench-e2e: cluster-up ## Measure on that node, against the budgets
+	trap '$(MAKE) -C $(CURDIR) cluster-down' EXIT; cd integration/cluster && \
+		KUBECONFIG=$(CURDIR)/bin/cluster/node/kubeconfig go test -count=1 -run '^$$' -bench . -benchtime 1x -timeout 30m ./e2e
 
 e2e-kind: build bin/cluster/cluster bin/tools/helm ## Run the same tests on kind, where Docker is
 	integration/cluster/kind.sh

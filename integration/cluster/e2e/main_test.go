@@ -173,7 +173,11 @@ func remove(ctx context.Context, c *envconf.Config, manifest string, options ...
 
 // eventually waits for cond, as long as anything here takes.
 func eventually(ctx context.Context, what string, cond func() (bool, error)) error {
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	return within(ctx, time.Minute, what, cond)
+}
+
+func within(ctx context.Context, patience time.Duration, what string, cond func() (bool, error)) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
