@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/netip"
 	"os"
 	"time"
 
@@ -20,6 +21,10 @@ import (
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/install"
+	"github.com/sluice-cni/sluice/daemon/kube"
+	"github.com/sluice-cni/sluice/daemon/proxies"
+	"github.com/sluice-cni/sluice/daemon/relay"
+	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -75,15 +80,15 @@ type daemon struct {
 func (d daemon) run(ctx context.Context) error {
 	conf, log := d.conf, d.log
 	source := everything(conf)
-	var locate func() (string, error)
+	var node *kube.Node // nil unless the API server is asked
 	var parts []func(context.Context) error
 	var ready []func() error
 	if conf.Capture.Source == config.Kubernetes {
-		node, err := newNode(d.kubeconfig, conf, log)
-		if err != nil {
+		var err error
+		if node, err = newNode(d.kubeconfig, conf, log); err != nil {
 			return err
 		}
-		source, locate = labelled{node, conf, d.excluded}, node.Locate
+		source = labelled{node, conf, d.excluded}
 		parts = append(parts, node.Run)
 		ready = append(ready, node.Ready)
 	}
@@ -91,8 +96,8 @@ func (d daemon) run(ctx context.Context) error {
 		parts = append(parts, d.keeper.Run)
 		ready = append(ready, d.keeper.Ready)
 	}
-	up := upstream.New(conf.Upstream, locate, log)
-	a := agent.New(source, attach.NewStore(conf.StateDir), up, log)
+	up := d.newUpstream(node)
+	a := agent.New(source, attach.NewStore(conf.StateDir), up, up.accept, log)
 	a.Ready = func() error {
 		var errs []error
 		for _, ask := range ready {
@@ -126,7 +131,7 @@ func (d daemon) run(ctx context.Context) error {
 	if conf.MetricsAddress != "" {
 		group.Go(func() error { return serveMetrics(serving, conf.MetricsAddress, agentMetrics(a)) })
 	}
-	group.Go(func() error { return up.Run(ctx) })
+	group.Go(func() error { return up.run(ctx, serving, a) })
 	group.Go(func() error {
 		err := a.Run(ctx)
 		if _, in := os.LookupEnv("KUBERNETES_SERVICE_HOST"); in && ctx.Err() == nil {
@@ -141,6 +146,59 @@ func (d daemon) run(ctx context.Context) error {
 		return err
 	}
 	return nil
+}
+
+// way is one of the two ways to the upstream.
+type way struct {
+	agent.Upstream
+	accept func(attach.NetnsID, attach.Pod, []netip.Addr) agent.Acceptor
+	// run goes on until ctx ends; what is for proxies alone ends with serving.
+	run func(ctx, serving context.Context, a *agent.Agent) error
+}
+
+func (d daemon) newUpstream(node *kube.Node) way {
+	conf, log := d.conf, d.log
+	if conf.Upstream.Protocol == config.Sockets {
+		var labels func(attach.Pod) map[string]string
+		if node != nil {
+			labels = node.Labels
+		}
+		hub := proxies.New(conf.ProxySocket, nodeName(), labels, log)
+		return way{
+			hub,
+			func(id attach.NetnsID, pod attach.Pod, ips []netip.Addr) agent.Acceptor { return hub.For(id, pod, ips) },
+			func(_, serving context.Context, a *agent.Agent) error {
+				l, err := unixsock.Listen("unixpacket", conf.ProxySocket)
+				if err != nil {
+					return fmt.Errorf("proxySocket: %w", err)
+				}
+				return hub.Run(serving, l, a.Returned)
+			},
+		}
+	}
+	var locate func() (string, error)
+	if node != nil {
+		locate = node.Locate
+	}
+	up := upstream.New(conf.Upstream, locate, log)
+	r := relay.New(up, log)
+	return way{
+		up,
+		func(_ attach.NetnsID, pod attach.Pod, ips []netip.Addr) agent.Acceptor { return r.For(pod, ips) },
+		func(ctx, _ context.Context, _ *agent.Agent) error { return up.Run(ctx) },
+	}
+}
+
+// nodeName is the node's name as the API server has it, or the host's.
+func nodeName() string {
+	if name := os.Getenv("NODE_NAME"); name != "" {
+		return name
+	}
+	name, err := os.Hostname()
+	if err != nil {
+		return ""
+	}
+	return name
 }
 
 // errEnded ends every part when the agent has.

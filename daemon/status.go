@@ -55,7 +55,15 @@ func printStatus(w io.Writer, s attach.Status) error {
 	if s.Upstream.Reason != "" {
 		fmt.Fprintf(w, ": %s", s.Upstream.Reason)
 	}
-	fmt.Fprint(w, "\n\n")
+	fmt.Fprint(w, "\n")
+	for _, p := range s.Upstream.Proxies {
+		answers := ""
+		if p.Hangs {
+			answers = "; it does NOT ANSWER"
+		}
+		fmt.Fprintf(w, "  proxy %s, for %s: sockets of %d pods, %d connections%s\n", p.Name, age(p.Since), p.Pods, p.Connections, answers)
+	}
+	fmt.Fprintln(w)
 	if s.NotReady != "" {
 		fmt.Fprintf(w, "not ready: %s\n\n", s.NotReady)
 	}

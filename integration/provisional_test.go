@@ -3,6 +3,7 @@ package integration
 import (
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"strings"
 	"testing"
 
@@ -109,7 +110,8 @@ func leaveAlone(t *testing.T, n *netns.Node) {
 		return attach.Decision{Reason: "it did not opt in"}, nil
 	}
 	up := upstream.New(config.Upstream{Address: netns.ProxyAddress, Protocol: config.Connect}, nil, log)
-	agent.New(agent.Decide(decide), attach.NewStore(n.StateDir()), up, log).Reconcile(t.Context())
+	nobody := func(attach.NetnsID, attach.Pod, []netip.Addr) agent.Acceptor { return nil } // nothing is captured
+	agent.New(agent.Decide(decide), attach.NewStore(n.StateDir()), up, nobody, log).Reconcile(t.Context())
 }
 
 // TestProvisionalPodsGoTheirWays: whatever the daemon's configuration and the annotations exclude goes straight

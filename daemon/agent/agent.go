@@ -7,14 +7,14 @@ import (
 	"errors"
 	"log/slog"
 	"maps"
+	"net/netip"
+	"os"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/optin"
-	"github.com/sluice-cni/sluice/daemon/relay"
-	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -26,6 +26,23 @@ const (
 	reconsiderInterval = 10 * time.Second
 )
 
+// Upstream tells whether what accepts is there.
+type Upstream interface {
+	Status() attach.UpstreamStatus
+}
+
+// Acceptor sees to it that one pod's connections are accepted: it relays them, or has handed the listeners to proxies.
+type Acceptor interface {
+	// Serve returns when g is closed or paused, or accepting ends, and what came through g has ended; the end of ctx
+	// ends that. If accepting has ended because somebody else goes on with g (errLeft is the cause), what others hold of
+	// it stays with them.
+	Serve(ctx, accepting context.Context, g *gate.Gate)
+	Counts() gate.Counts
+}
+
+// errLeft is why accepting ends at a gate that stays open elsewhere.
+var errLeft = errors.New("somebody else goes on with the gate")
+
 // Agent is the daemon's part of the conversation with the plugin.
 type Agent struct {
 	// Ready, if set, says why the daemon is not ready to serve.
@@ -33,16 +50,16 @@ type Agent struct {
 
 	source   Source
 	store    attach.Store
-	upstream *upstream.Upstream
-	relay    *relay.Relay
+	upstream Upstream
+	accept   func(attach.NetnsID, attach.Pod, []netip.Addr) Acceptor
 	log      *slog.Logger
-	serving  sync.WaitGroup // relays, one for each gate
+	serving  sync.WaitGroup // acceptors, one for each gate
 
 	// handing is held while the gates are handed over: nothing changes meanwhile. Whoever changes something
 	// holds it for reading.
 	handing   sync.RWMutex
-	retired   chan struct{} // closed when another daemon has taken over
-	inherited map[attach.NetnsID]*gate.Gate
+	retired   chan struct{}                 // closed when another daemon has taken over
+	inherited map[attach.NetnsID][]*os.File // listeners that were handed over, or back
 
 	mu      sync.Mutex // guards the maps, and what is in a netns; held for moments
 	netns   map[attach.NetnsID]*netns
@@ -60,27 +77,27 @@ type netns struct {
 
 	attachments map[attach.ID]*attach.Record
 	gate        *gate.Gate // nil when not captured, or when it could not be opened
-	pod         *relay.Pod
-	ctx         context.Context // of what is relayed
+	acceptor    Acceptor
+	ctx         context.Context // of what came through the gate
 	stop        context.CancelFunc
-	refuse      context.CancelFunc // ends what accepts
-	trouble     string             // why it is not as its record says
-	waiting     time.Time          // since when connections wait for the upstream; zero while none does
+	refuse      context.CancelCauseFunc // ends what accepts
+	trouble     string                  // why it is not as its record says
+	waiting     time.Time               // since when connections wait for the upstream; zero while none does
 }
 
-// New makes an agent without attachments.
-func New(source Source, store attach.Store, up *upstream.Upstream, log *slog.Logger) *Agent {
+// New makes an agent without attachments. accept makes the acceptor for one pod, by its netns and its addresses.
+func New(source Source, store attach.Store, up Upstream, accept func(attach.NetnsID, attach.Pod, []netip.Addr) Acceptor, log *slog.Logger) *Agent {
 	return &Agent{
-		source: source, store: store, upstream: up, relay: relay.New(up, log), log: log,
+		source: source, store: store, upstream: up, accept: accept, log: log,
 		netns: map[attach.NetnsID]*netns{}, byID: map[attach.ID]*netns{}, told: map[string]string{},
-		retired: make(chan struct{}), inherited: map[attach.NetnsID]*gate.Gate{},
+		retired: make(chan struct{}), inherited: map[attach.NetnsID][]*os.File{},
 	}
 }
 
 // Run takes up what is recorded and then keeps up with it, and with what the source wants, until ctx ends or
-// another daemon has taken over. In the first case it closes every gate before it returns; the rules stay, so
-// connections wait for the next daemon. In the second it returns when what it relays has ended, or is ended
-// after drainTime.
+// another daemon has taken over. In the first case it lets go of every gate before it returns; the rules stay, so
+// connections wait for the next daemon, unless a proxy holds the listeners. In the second it returns when what it
+// relays has ended, or is ended after drainTime.
 func (a *Agent) Run(ctx context.Context) error {
 	reconcile, reconsider := time.NewTicker(reconcileInterval), time.NewTicker(reconsiderInterval)
 	defer reconcile.Stop()
@@ -102,7 +119,8 @@ func (a *Agent) Run(ctx context.Context) error {
 		a.drained(drainTime)
 	}
 	for _, n := range a.all() {
-		a.shut(n)
+		a.release(n)
+		a.end(n)
 	}
 	a.serving.Wait()
 	return nil
@@ -269,18 +287,23 @@ func (a *Agent) open(n *netns, at attach.Attachment) error {
 	if n.gate != nil {
 		return nil
 	}
-	g := a.inherit(n.id)
-	if g == nil {
-		var err error
-		if g, err = gate.Open(at.Netns); err != nil {
-			return err
-		}
+	var g *gate.Gate
+	var err error
+	if files := a.inherit(n.id); files != nil {
+		g, err = gate.Adopt(at.Netns, files)
+	} else {
+		g, err = gate.Open(at.Netns)
+	}
+	if err != nil {
+		return err
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	n.gate = g
+	if n.acceptor == nil {
+		n.acceptor = a.accept(n.id, at.Pod, at.IPs)
+	}
 	if n.ctx == nil {
-		n.pod = &relay.Pod{Name: at.Pod, IPs: at.IPs}
 		n.ctx, n.stop = context.WithCancel(context.Background())
 	}
 	a.serve(n)
@@ -289,19 +312,19 @@ func (a *Agent) open(n *netns, at attach.Attachment) error {
 
 // serve accepts at the gate of n. It is for who holds mu.
 func (a *Agent) serve(n *netns) {
-	accepting, refuse := context.WithCancel(n.ctx)
+	accepting, refuse := context.WithCancelCause(n.ctx)
 	n.refuse = refuse
-	ctx, g, pod := n.ctx, n.gate, n.pod
-	a.serving.Go(func() { a.relay.Serve(ctx, accepting, g, pod) })
+	ctx, g, acceptor := n.ctx, n.gate, n.acceptor
+	a.serving.Go(func() { acceptor.Serve(ctx, accepting, g) })
 }
 
-// release closes the gate of n. What is relayed goes on.
+// release lets go of the gate of n, and leaves it to whoever else holds it. What came through it goes on.
 func (a *Agent) release(n *netns) {
 	a.mu.Lock()
 	g := n.gate
 	n.gate = nil
 	if n.refuse != nil {
-		n.refuse()
+		n.refuse(errLeft)
 	}
 	a.mu.Unlock()
 	if g == nil {
@@ -312,15 +335,28 @@ func (a *Agent) release(n *netns) {
 	}
 }
 
-// shut closes the gate of n and ends what is relayed for it.
+// shut closes the gate of n for everybody, and ends what came through it.
 func (a *Agent) shut(n *netns) {
 	a.mu.Lock()
+	g := n.gate
+	a.mu.Unlock()
+	a.end(n) // first: the acceptor shall know that nobody goes on with it
+	if g != nil {
+		if err := g.Shut(); err != nil {
+			a.log.Error("shutting gate", "err", err)
+		}
+	}
+	a.release(n)
+}
+
+// end ends what came through the gate of n.
+func (a *Agent) end(n *netns) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
 	if n.stop != nil {
 		n.stop()
 		n.ctx, n.stop = nil, nil
 	}
-	a.mu.Unlock()
-	a.release(n)
 }
 
 // interfaces are those through which a netns is attached, with the one that is about to be.
@@ -365,8 +401,8 @@ func (n *netns) status(id attach.ID) attach.AttachmentStatus {
 	if n.trouble != "" {
 		s.Notes = append(s.Notes, n.trouble)
 	}
-	if n.pod != nil { // what is relayed goes on when capture has ended
-		c := n.pod.Counts()
+	if n.acceptor != nil { // what came through the gate goes on when capture has ended
+		c := n.acceptor.Counts()
 		s.Waiting, s.Open, s.Bytes = c.Waiting, c.Open, c.Bytes
 	}
 	if n.gate != nil {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/optin"
+	"github.com/sluice-cni/sluice/daemon/relay"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	nstest "github.com/sluice-cni/sluice/integration/netns"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -41,7 +42,8 @@ func newAgentFor(t *testing.T, source Source) *testAgent {
 	log := slog.New(slog.DiscardHandler)
 	up := upstream.New(config.Upstream{Address: "127.0.0.1:1", Protocol: config.Connect}, nil, log)
 	store := attach.NewStore(state)
-	a := New(source, store, up, log)
+	r := relay.New(up, log)
+	a := New(source, store, up, func(_ attach.NetnsID, pod attach.Pod, ips []netip.Addr) Acceptor { return r.For(pod, ips) }, log)
 	t.Cleanup(func() {
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel()

@@ -12,9 +12,8 @@ import (
 	"os"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -40,7 +39,6 @@ var errRetired = errors.New("another sluiced has taken over")
 // handover is one line.
 type handover struct {
 	Netns attach.NetnsID `json:"netns"`
-	Path  string         `json:"path,omitempty"`
 	End   bool           `json:"end,omitempty"`
 	Taken bool           `json:"taken,omitempty"`
 }
@@ -96,15 +94,15 @@ func (a *Agent) sendGates(conn *net.UnixConn) error {
 		if n.gate == nil {
 			continue
 		}
-		n.refuse()
+		n.refuse(errLeft)
 		if err := n.gate.Pause(); err != nil {
 			return err
 		}
-		line, err := json.Marshal(handover{Netns: n.id, Path: a.pathOf(n)})
+		line, err := json.Marshal(handover{Netns: n.id})
 		if err != nil {
 			return err
 		}
-		if err := send(conn, append(line, '\n'), n.gate.Files()); err != nil {
+		if err := unixsock.Send(conn, append(line, '\n'), n.gate.Files()); err != nil {
 			return err
 		}
 	}
@@ -121,15 +119,6 @@ func (a *Agent) sendGates(conn *net.UnixConn) error {
 	return nil
 }
 
-func (a *Agent) pathOf(n *netns) string {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for _, r := range n.attachments {
-		return r.Netns
-	}
-	return ""
-}
-
 // resume accepts again after a hand-over that failed.
 func (a *Agent) resume() {
 	a.mu.Lock()
@@ -142,24 +131,9 @@ func (a *Agent) resume() {
 			a.log.Error("accepting again", "err", err)
 			continue
 		}
-		n.refuse()
+		n.refuse(errLeft)
 		a.serve(n)
 	}
-}
-
-func send(conn *net.UnixConn, line []byte, files []*os.File) error {
-	fds := make([]int, len(files))
-	for i, f := range files {
-		raw, err := f.SyscallConn()
-		if err != nil {
-			return err
-		}
-		if err := raw.Control(func(fd uintptr) { fds[i] = int(fd) }); err != nil {
-			return err
-		}
-	}
-	_, _, err := conn.WriteMsgUnix(line, unix.UnixRights(fds...), nil)
-	return err
 }
 
 // serveHandover is the handler of pathHandover.
@@ -227,11 +201,13 @@ func (a *Agent) takeOver(ctx context.Context, conn *net.UnixConn) (taken func() 
 		return nil, errors.New(resp.Status)
 	}
 	if err := a.receiveGates(json.NewDecoder(lines), in); err != nil {
-		return nil, errors.Join(err, a.dropInherited())
+		a.dropInherited()
+		return nil, err
 	}
 	return func() error {
 		defer conn.Close() //nolint:errcheck // everything was said
-		return errors.Join(json.NewEncoder(conn).Encode(handover{Taken: true}), a.dropInherited())
+		a.dropInherited()
+		return json.NewEncoder(conn).Encode(handover{Taken: true})
 	}, nil
 }
 
@@ -244,39 +220,52 @@ func (a *Agent) receiveGates(lines *json.Decoder, in *rights) error {
 		if h.End {
 			return nil
 		}
-		g, err := gate.Adopt(h.Path, in.take())
-		if err != nil {
-			return err
-		}
 		a.mu.Lock()
-		a.inherited[h.Netns] = g
+		a.inherited[h.Netns] = in.take()
 		a.mu.Unlock()
 	}
 }
 
-// inherit returns the gate that was handed over for a netns, once.
-func (a *Agent) inherit(id attach.NetnsID) *gate.Gate {
+// inherit returns the listeners that were handed over, or back, for a netns, once.
+func (a *Agent) inherit(id attach.NetnsID) []*os.File {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	g := a.inherited[id]
+	files := a.inherited[id]
 	delete(a.inherited, id)
-	return g
+	return files
 }
 
-// dropInherited closes the gates that nobody wanted.
-func (a *Agent) dropInherited() error {
+// Returned takes listeners back that a proxy has from a daemon before this one, which did not live to hand them over.
+// While the proxy has them, others cannot be opened. Those that nobody misses are closed.
+func (a *Agent) Returned(netns string, files []*os.File) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	var errs []error
-	for id, g := range a.inherited {
-		errs = append(errs, g.Close())
+	for id, n := range a.netns {
+		if id.String() != netns || n.gate != nil || a.inherited[id] != nil {
+			continue
+		}
+		if err := gate.Belong(files, id); err != nil {
+			a.log.Error("listeners from a proxy", "err", err)
+			break
+		}
+		a.inherited[id] = files
+		a.watched = time.Time{} // take the records up again
+		return
+	}
+	unixsock.Close(files)
+}
+
+// dropInherited closes the listeners that nobody wanted.
+func (a *Agent) dropInherited() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for id, files := range a.inherited {
+		unixsock.Close(files)
 		delete(a.inherited, id)
 	}
-	return errors.Join(errs...)
 }
 
-// rights reads from a connection, and keeps the descriptors that come along. The kernel never hands out those of two
-// messages with one read.
+// rights reads from a connection, and keeps the descriptors that come along.
 type rights struct {
 	conn  *net.UnixConn
 	files []*os.File
@@ -290,26 +279,10 @@ func (r *rights) take() []*os.File {
 }
 
 func (r *rights) Read(p []byte) (int, error) {
-	oob := make([]byte, unix.CmsgSpace(16*4))
-	n, oobn, _, _, err := r.conn.ReadMsgUnix(p, oob)
-	if err != nil {
-		return n, err
+	n, files, err := unixsock.Receive(r.conn, p)
+	r.files = append(r.files, files...)
+	if err == nil && n == 0 {
+		err = io.EOF
 	}
-	if n == 0 {
-		return 0, io.EOF
-	}
-	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
-	if err != nil {
-		return n, err
-	}
-	for _, m := range messages {
-		fds, err := unix.ParseUnixRights(&m)
-		if err != nil {
-			return n, err
-		}
-		for _, fd := range fds {
-			r.files = append(r.files, os.NewFile(uintptr(fd), "gate"))
-		}
-	}
-	return n, nil
+	return n, err
 }

@@ -294,7 +294,7 @@ func (a *Agent) closeUnused(ctx context.Context) {
 			for _, r := range a.records(n) {
 				a.note(r, a.clear(ctx, n, r))
 			}
-			a.release(n)
+			a.shut(n)
 		}
 		n.changing.Unlock()
 	}

@@ -8,34 +8,17 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"os"
-	"path/filepath"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 // Listen binds the agent socket, in place of one that another daemon left or has handed over. From then on the
 // plugin's calls queue until Serve.
 func Listen(path string) (net.Listener, error) {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return nil, fmt.Errorf("agent socket: %w", err)
-	}
-	fresh := path + ".new" // renamed into place, so that the path always leads to somebody
-	if err := os.Remove(fresh); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return nil, fmt.Errorf("agent socket: %w", err)
-	}
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: fresh, Net: "unix"})
+	l, err := unixsock.Listen("unix", path)
 	if err != nil {
 		return nil, fmt.Errorf("agent socket: %w", err)
-	}
-	l.SetUnlinkOnClose(false) // by then it may be the next daemon's
-	if err := os.Chmod(fresh, 0o600); err != nil {
-		return nil, errors.Join(fmt.Errorf("agent socket: %w", err), l.Close())
-	}
-	if err := os.Rename(fresh, path); err != nil {
-		return nil, errors.Join(fmt.Errorf("agent socket: %w", err), l.Close())
 	}
 	return l, nil
 }
@@ -52,43 +35,10 @@ func (a *Agent) Serve(ctx context.Context, l net.Listener) error {
 	}
 	stop := context.AfterFunc(ctx, func() { _ = s.Close() }) // what it interrupts, the plugin takes for a daemon that is down
 	defer stop()
-	if err := s.Serve(rootOnly{l, a.log}); !errors.Is(err, http.ErrServerClosed) {
+	if err := s.Serve(unixsock.RootOnly{Listener: l, Log: a.log}); !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serving the agent socket: %w", err)
 	}
 	return nil
-}
-
-// rootOnly hangs up on peers that are neither root nor the daemon's own user. The mode of the socket says the
-// same, but a socket can be mounted into places where it should not be.
-type rootOnly struct {
-	net.Listener
-	log *slog.Logger
-}
-
-func (l rootOnly) Accept() (net.Conn, error) {
-	for {
-		c, err := l.Listener.Accept()
-		if err != nil {
-			return nil, err
-		}
-		cred, err := peer(c.(*net.UnixConn))
-		if err == nil && (cred.Uid == 0 || int(cred.Uid) == os.Geteuid()) {
-			return c, nil
-		}
-		l.log.Warn("agent socket: peer turned away", "peer", fmt.Sprintf("%+v", cred), "err", err)
-		_ = c.Close() // nothing was said
-	}
-}
-
-func peer(c *net.UnixConn) (cred *unix.Ucred, err error) {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return nil, err
-	}
-	cerr := raw.Control(func(fd uintptr) {
-		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	})
-	return cred, errors.Join(cerr, err)
 }
 
 func (a *Agent) handler() http.Handler {

@@ -28,12 +28,15 @@ type Config struct {
 	Late     Late
 	// AgentSocket is where the plugin and `sluiced status` find the daemon.
 	AgentSocket string
+	// ProxySocket is where proxies find it that take the listeners of pods (protocol sockets).
+	ProxySocket string
 	StateDir    string
 	// MetricsAddress is where Prometheus scrapes; empty for nowhere.
 	MetricsAddress string
 }
 
-// Upstream is the node's proxy. It is found by exactly one of Address, Pods and Service.
+// Upstream is the node's proxy. It is found by exactly one of Address, Pods and Service; with the protocol Sockets
+// it finds us, and they only tell what it is, so that it is not captured itself.
 type Upstream struct {
 	// Address is host:port, environment variables expanded.
 	Address string
@@ -56,6 +59,8 @@ type Name struct{ Namespace, Name string }
 
 func (u Upstream) String() string {
 	switch {
+	case u.Protocol == Sockets:
+		return "proxies that come for the sockets"
 	case u.Address != "":
 		return u.Address
 	case u.Service.Name != "":
@@ -77,6 +82,8 @@ type Protocol string
 const (
 	Connect Protocol = "connect"
 	SOCKS5  Protocol = "socks5"
+	// Sockets is not to ask: proxies come for the listeners of pods and accept on them themselves.
+	Sockets Protocol = "sockets"
 )
 
 // Capture says which attachments are captured, and what of their traffic.
@@ -130,6 +137,7 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 		Capture:        Capture{ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true},
 		Late:           Late{Policy: Queue},
 		AgentSocket:    attach.DefaultSocket,
+		ProxySocket:    "/run/sluice/proxy.sock",
 		StateDir:       attach.DefaultStateDir,
 		MetricsAddress: "127.0.0.1:15090",
 	}
@@ -150,19 +158,21 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 // complete reports what is missing, and what does not go together.
 func (c *Config) complete() error {
 	u := c.Upstream
+	comes := u.Protocol == Sockets
 	pods, service := u.Pods.Namespace != "" || u.Pods.Labels != nil, u.Service != Name{}
 	for _, rule := range []struct {
 		broken bool
 		says   string
 	}{
-		{u.Address == "" && !pods && !service, "upstream.address: missing, and neither upstream.podSelector nor upstream.service is given"},
+		{u.Address == "" && !pods && !service && !comes, "upstream.address: missing, and neither upstream.podSelector nor upstream.service is given"},
 		{u.Address != "" && (pods || service) || pods && service, "upstream: want one of address, podSelector and service"},
 		{c.Capture.Source == "", "capture.source: missing"},
 		{pods && u.Pods.Namespace == "", "upstream.podSelector.namespace: missing"},
 		{pods && len(u.Pods.Labels) == 0, "upstream.podSelector.matchLabels: missing"},
 		{service && u.Service.Namespace == "", "upstream.service.namespace: missing"},
 		{service && u.Service.Name == "", "upstream.service.name: missing"},
-		{(pods || service) && u.Port == 0, "upstream.port: missing"},
+		{(pods || service) && u.Port == 0 && !comes, "upstream.port: missing"},
+		{comes && service, "upstream.service: a proxy that comes for sockets is known by its podSelector"},
 		{u.Address != "" && u.Port != 0, "upstream.port: the address has one"},
 		{(pods || service) && c.Capture.Source != Kubernetes, fmt.Sprintf("capture.source: %q knows no pods and services", c.Capture.Source)},
 	} {
@@ -180,7 +190,7 @@ type setter func(json.RawMessage) error
 func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 	return map[string]setter{
 		"upstream.address":                 text(&c.Upstream.Address, func(s string) (string, error) { return Address(s, lookupEnv) }),
-		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5}, "sockets")),
+		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5, Sockets})),
 		"upstream.podSelector.namespace":   text(&c.Upstream.Pods.Namespace, named),
 		"upstream.podSelector.matchLabels": labels(&c.Upstream.Pods),
 		"upstream.service.namespace":       text(&c.Upstream.Service.Namespace, named),
@@ -197,6 +207,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		"late.policy":    text(&c.Late.Policy, oneOf([]Policy{Queue}, "hold", "direct")),
 		"late.timeout":   text(&c.Late.Timeout, timeout),
 		"agentSocket":    text(&c.AgentSocket, absolute),
+		"proxySocket":    text(&c.ProxySocket, absolute),
 		"stateDir":       text(&c.StateDir, absolute),
 		"metricsAddress": text(&c.MetricsAddress, optional(hostPort)),
 	}

@@ -33,6 +33,7 @@ func defaults() Config {
 		Capture:        Capture{Source: All, ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true},
 		Late:           Late{Policy: Queue},
 		AgentSocket:    "/run/sluice/agent.sock",
+		ProxySocket:    "/run/sluice/proxy.sock",
 		StateDir:       "/run/sluice",
 		MetricsAddress: "127.0.0.1:15090",
 	}
@@ -62,6 +63,7 @@ late:
   policy: queue
   timeout: 0s
 agentSocket: /s/../a.sock
+proxySocket: /p.sock
 stateDir: /d/
 metricsAddress: "[::1]:9090"
 `, func(c *Config) {
@@ -74,7 +76,7 @@ metricsAddress: "[::1]:9090"
 					netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8"), netip.MustParsePrefix("203.0.113.7/32"),
 				},
 			}
-			c.AgentSocket, c.StateDir, c.MetricsAddress = "/a.sock", "/d", "[::1]:9090"
+			c.AgentSocket, c.ProxySocket, c.StateDir, c.MetricsAddress = "/a.sock", "/p.sock", "/d", "[::1]:9090"
 		}},
 		{"the upstream's pods", `
 upstream:
@@ -91,6 +93,17 @@ capture: {source: kubernetes}
 			"the upstream's service", "upstream: {service: {namespace: proxies, name: mitmproxy}, port: '80'}\ncapture: {source: kubernetes}\n",
 			func(c *Config) {
 				c.Upstream = Upstream{Service: Name{Namespace: "proxies", Name: "mitmproxy"}, Port: 80, Protocol: Connect}
+				c.Capture.Source = Kubernetes
+			},
+		},
+		{
+			"proxies that come by themselves", "upstream: {protocol: sockets}\ncapture: {source: all}\n",
+			func(c *Config) { c.Upstream = Upstream{Protocol: Sockets} },
+		},
+		{
+			"and what they are", "upstream: {protocol: sockets, podSelector: {namespace: p, matchLabels: {a: b}}}\ncapture: {source: kubernetes}\n",
+			func(c *Config) {
+				c.Upstream = Upstream{Protocol: Sockets, Pods: Selector{Namespace: "p", Labels: map[string]string{"a": "b"}}}
 				c.Capture.Source = Kubernetes
 			},
 		},
@@ -129,7 +142,7 @@ func TestParseErrors(t *testing.T) {
 		{upstream, "capture.source: missing"},
 		{upstream + upstream + source, `"upstream" already set in map`},
 		{upstream + "capture: all\n", `capture: "all" is not a mapping of keys`},
-		{minimal + "metrics: x\n", `metrics: unknown key, with value "x"; known are agentSocket, capture, late, metricsAddress, stateDir, upstream`},
+		{minimal + "metrics: x\n", `metrics: unknown key, with value "x"; known are agentSocket, capture, late, metricsAddress, proxySocket, stateDir, upstream`},
 		{minimal + "late: {polcy: queue}\n", `late.polcy: unknown key, with value "queue"; known are policy, timeout`},
 		{minimal + "upstream.address: x\n", `upstream.address: unknown key`},
 		{minimal + "Late: {}\n", `Late: unknown key`},
@@ -146,8 +159,10 @@ func TestParseErrors(t *testing.T) {
 		{"upstream: {address: ['a:1']}\n" + source, `upstream.address: "[\"a:1\"]" is not host:port`},
 		{"upstream: {address: '${NOBODY}:1'}\n" + source, `upstream.address: "${NOBODY}:1": the environment has no NOBODY`},
 		{"upstream: {address: '${EMPTY}:1'}\n" + source, `the environment has no EMPTY`},
-		{"upstream: {address: 'a:1', protocol: http}\n" + source, `upstream.protocol: "http" is not one of [connect socks5]`},
-		{"upstream: {address: 'a:1', protocol: sockets}\n" + source, `upstream.protocol: "sockets" is not in this version yet`},
+		{"upstream: {address: 'a:1', protocol: http}\n" + source, `upstream.protocol: "http" is not one of [connect socks5 sockets]`},
+		{pods(`service: {namespace: p, name: n}, protocol: sockets`), "upstream.service: a proxy that comes for sockets"},
+		{pods(`podSelector: {namespace: p}, protocol: sockets`), "upstream.podSelector.matchLabels: missing"},
+		{minimal + "proxySocket: proxy.sock\n", `proxySocket: "proxy.sock" is not an absolute path`},
 
 		{pods(`podSelector: {namespace: p, matchLabels: {a: b}}, address: 'a:1'`), "upstream: want one of address, podSelector and service"},
 		{pods(`podSelector: {namespace: p, matchLabels: {a: b}}, service: {namespace: p, name: n}, port: 1`), "upstream: want one of"},

@@ -7,9 +7,12 @@ import (
 	"net/netip"
 	"os"
 	"sync"
+	"syscall"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // AppState is what has become of the other end of a captured connection.
@@ -104,6 +107,91 @@ func (d *diag) lookup(src, dst netip.AddrPort) (AppState, error) {
 	default:
 		return AppOpen, nil
 	}
+}
+
+// Counts asks the kernel for the connections that came through g: those that wait to be accepted, and those that
+// somebody has accepted and still has, with what these have carried.
+func (g *Gate) Counts() (Counts, error) {
+	var c Counts
+	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
+		if err := g.diag.dump(family, &c); err != nil {
+			return c, err
+		}
+	}
+	waiting, err := g.Queued()
+	c.Waiting = waiting
+	c.Open = max(c.Open-waiting, 0) // those in the accept queues are established too
+	return c, err
+}
+
+// alive are the states of connections in which somebody still has the socket (net/tcp_states.h).
+const alive = 1<<1 | 1<<4 | 1<<5 | 1<<8 | 1<<9 | 1<<11 // ESTABLISHED, FIN_WAIT1 and 2, CLOSE_WAIT, LAST_ACK, CLOSING
+
+// dump adds the connections of one family to c.
+func (d *diag) dump(family uint8, c *Counts) error {
+	req := inetDiagReq{
+		header: unix.NlMsghdr{
+			Len: uint32(unsafe.Sizeof(inetDiagReq{})), Type: sockDiagByFamily, Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
+		},
+		family: family, protocol: unix.IPPROTO_TCP, states: alive, ext: 1 << (inetDiagInfo - 1),
+	}
+	binary.BigEndian.PutUint16(req.id.sport[:], ruleset.OutboundPort)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	raw, err := d.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	cerr := raw.Control(func(fd uintptr) {
+		say := unsafe.Slice((*byte)(unsafe.Pointer(&req)), unsafe.Sizeof(req))
+		if err = unix.Sendto(int(fd), say, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err == nil {
+			err = hearDump(int(fd), c)
+		}
+	})
+	return errors.Join(cerr, err)
+}
+
+func hearDump(fd int, c *Counts) error {
+	hear := make([]byte, 32<<10) // no less, says netlink(7)
+	for {
+		n, _, err := unix.Recvfrom(fd, hear, unix.MSG_DONTWAIT) // the kernel answers while it is asked
+		if err != nil {
+			return fmt.Errorf("sock_diag: %w", err)
+		}
+		messages, err := syscall.ParseNetlinkMessage(hear[:n])
+		if err != nil {
+			return fmt.Errorf("sock_diag: %w", err)
+		}
+		for _, m := range messages {
+			switch m.Header.Type {
+			case unix.NLMSG_DONE, unix.NLMSG_ERROR:
+				return nil
+			case sockDiagByFamily:
+				c.Open++
+				c.Bytes += carried(m.Data)
+			}
+		}
+	}
+}
+
+const inetDiagInfo = 2 // INET_DIAG_INFO, linux/inet_diag.h
+
+// carried finds the struct tcp_info in what the kernel says of a socket.
+func carried(message []byte) uint64 {
+	attributes := message[min(len(message), int(unsafe.Sizeof(inetDiagMsg{})-unsafe.Sizeof(unix.NlMsghdr{}))):]
+	for len(attributes) >= unix.SizeofRtAttr {
+		length, kind := int(binary.NativeEndian.Uint16(attributes)), binary.NativeEndian.Uint16(attributes[2:])
+		if length < unix.SizeofRtAttr || length > len(attributes) {
+			break
+		}
+		if kind == inetDiagInfo {
+			var info unix.TCPInfo
+			copy(unsafe.Slice((*byte)(unsafe.Pointer(&info)), unsafe.Sizeof(info)), attributes[unix.SizeofRtAttr:length])
+			return info.Bytes_acked + info.Bytes_received
+		}
+		attributes = attributes[min(len(attributes), (length+3)&^3):]
+	}
+	return 0
 }
 
 func (d *diag) converse(say, hear []byte) (n int, err error) {

@@ -7,11 +7,13 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"slices"
 	"time"
 
 	"github.com/containernetworking/plugins/pkg/ns"
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
@@ -81,6 +83,55 @@ func (g *Gate) Files() []*os.File {
 	return files
 }
 
+// Cookies tell the listening sockets of g from all others, until the next boot.
+func (g *Gate) Cookies() ([]uint64, error) { return Cookies(g.Files()) }
+
+// Cookies reads the SO_COOKIE of sockets.
+func Cookies(sockets []*os.File) ([]uint64, error) {
+	cookies := make([]uint64, len(sockets))
+	for i, f := range sockets {
+		var err error
+		cerr := (&Listener{f}).control(func(fd int) { cookies[i], err = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE) })
+		if err := errors.Join(cerr, err); err != nil {
+			return nil, fmt.Errorf("SO_COOKIE: %w", err)
+		}
+	}
+	slices.Sort(cookies)
+	return cookies, nil
+}
+
+// Belong reports sockets that are not the listeners of a gate in the netns with that identity.
+func Belong(sockets []*os.File, id attach.NetnsID) error {
+	for _, f := range sockets {
+		var netns uint64
+		var listens int
+		var at unix.Sockaddr
+		var errs [3]error
+		cerr := (&Listener{f}).control(func(fd int) {
+			netns, errs[0] = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+			listens, errs[1] = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN)
+			at, errs[2] = unix.Getsockname(fd)
+		})
+		if err := errors.Join(append(errs[:], cerr)...); err != nil {
+			return err
+		}
+		if netns != id.Cookie || netns == 0 || listens == 0 || portOf(at) != ruleset.OutboundPort {
+			return fmt.Errorf("it does not listen on port %d of netns %s", ruleset.OutboundPort, id)
+		}
+	}
+	return nil
+}
+
+func portOf(a unix.Sockaddr) int {
+	switch a := a.(type) {
+	case *unix.SockaddrInet4:
+		return a.Port
+	case *unix.SockaddrInet6:
+		return a.Port
+	}
+	return 0
+}
+
 // Pause ends every Wait, as Close does, until Resume. What waits to be accepted goes on waiting.
 func (g *Gate) Pause() error { return g.deadline(time.Unix(1, 0)) }
 
@@ -129,7 +180,20 @@ func listen(at unix.Sockaddr) (*Listener, error) {
 	return l, nil
 }
 
-// Close closes the listeners. Connections that wait in their accept queues are reset by the kernel.
+// Shut ends the listeners for everybody who holds them, in this process or in another. Connections that wait in
+// their accept queues are reset by the kernel.
+func (g *Gate) Shut() error {
+	var errs []error
+	for _, l := range g.Listeners {
+		var err error
+		cerr := l.control(func(fd int) { err = unix.Shutdown(fd, unix.SHUT_RDWR) })
+		errs = append(errs, cerr, err)
+	}
+	return errors.Join(errs...)
+}
+
+// Close closes the listeners. If nobody else holds them, connections that wait in their accept queues are reset by
+// the kernel.
 func (g *Gate) Close() error {
 	var errs []error
 	for _, l := range g.Listeners {
@@ -139,6 +203,13 @@ func (g *Gate) Close() error {
 		errs = append(errs, g.diag.file.Close())
 	}
 	return errors.Join(errs...)
+}
+
+// Counts are what the connections through a gate come to.
+type Counts struct {
+	Waiting int // for the upstream
+	Open    int
+	Bytes   uint64 // both ways together
 }
 
 // Queued counts the connections in the kernel's accept queues.

@@ -196,6 +196,15 @@ func (n *Node) facts(p *corev1.Pod, ns *corev1.Namespace) (f optin.Pod, err erro
 	return f, err
 }
 
+// Labels are those of a pod, as far as the watches have shown it.
+func (n *Node) Labels(who attach.Pod) map[string]string {
+	facts, err := n.Cached(who)
+	if err != nil {
+		return nil
+	}
+	return facts.Labels
+}
+
 // Running lists the pods that run on this node.
 func (n *Node) Running() []optin.Running {
 	var running []optin.Running

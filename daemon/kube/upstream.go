@@ -110,6 +110,9 @@ func ready(p *corev1.Pod) bool {
 // it is known if that is the pod's own, or a port of the node that leads to the pod.
 func (n *Node) runsUpstream(p *corev1.Pod) (bool, error) {
 	if n.upstream.Address == "" {
+		if n.upstream.Pods.Labels == nil && n.upstream.Service.Name == "" {
+			return false, nil // one that comes by itself, and has not been described
+		}
 		s, err := n.selector()
 		if err != nil {
 			return false, fmt.Errorf("%w: whether it is the upstream's: %w", optin.ErrUnknown, err)

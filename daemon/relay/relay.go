@@ -47,8 +47,9 @@ func New(up *upstream.Upstream, log *slog.Logger) *Relay {
 
 // Pod is whose connections come through a gate, and what has become of them.
 type Pod struct {
-	Name attach.Pod
-	IPs  []netip.Addr
+	relay *Relay
+	name  attach.Pod
+	ips   []netip.Addr
 
 	waiting atomic.Int64
 	mu      sync.Mutex
@@ -56,18 +57,17 @@ type Pod struct {
 	bytes   uint64                    // of connections that have ended
 }
 
-// Counts are what a pod's connections come to.
-type Counts struct {
-	Waiting int // accepted, not answered for by the upstream yet
-	Open    int
-	Bytes   uint64 // both ways together
+// For makes a pod, with its addresses, whose connections are relayed.
+func (r *Relay) For(name attach.Pod, ips []netip.Addr) *Pod {
+	return &Pod{relay: r, name: name, ips: ips}
 }
 
-// Counts asks the kernel for what the open connections have carried so far.
-func (p *Pod) Counts() Counts {
+// Counts asks the kernel for what the open connections have carried so far. Waiting are those that were accepted and
+// that the upstream has not answered for yet.
+func (p *Pod) Counts() gate.Counts {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	c := Counts{Waiting: int(p.waiting.Load()), Open: len(p.open), Bytes: p.bytes}
+	c := gate.Counts{Waiting: int(p.waiting.Load()), Open: len(p.open), Bytes: p.bytes}
 	for conn := range p.open {
 		c.Bytes += carried(conn)
 	}
@@ -92,19 +92,20 @@ func (p *Pod) closed(app *net.TCPConn, bytes uint64) {
 
 // Serve accepts what comes through g until g is closed or paused, or accepting ends, and returns when the last
 // connection has ended; the end of ctx ends them all. Nothing is accepted while the upstream is late.
-func (r *Relay) Serve(ctx, accepting context.Context, g *gate.Gate, pod *Pod) {
+func (p *Pod) Serve(ctx, accepting context.Context, g *gate.Gate) {
 	var wg sync.WaitGroup
 	for _, l := range g.Listeners {
-		wg.Go(func() { r.accept(ctx, accepting, g, l, pod, &wg) })
+		wg.Go(func() { p.accept(ctx, accepting, g, l, &wg) })
 	}
 	wg.Wait()
 }
 
-func (r *Relay) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Listener, pod *Pod, wg *sync.WaitGroup) {
+func (p *Pod) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Listener, wg *sync.WaitGroup) {
+	r := p.relay
 	for {
 		if err := l.Wait(); err != nil {
 			if !errors.Is(err, os.ErrClosed) {
-				r.log.Error("no longer accepting", "pod", pod.Name, "err", err)
+				r.log.Error("no longer accepting", "pod", p.name, "err", err)
 			}
 			return
 		}
@@ -119,12 +120,12 @@ func (r *Relay) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Lis
 				return
 			}
 			if err != nil { // out of descriptors, most likely: it waits where it is
-				r.log.Warn("accepting", "pod", pod.Name, "err", err)
+				r.log.Warn("accepting", "pod", p.name, "err", err)
 				pause(accepting, lastPause)
 			}
 			continue
 		}
-		wg.Go(func() { r.serve(ctx, g, conn, pod, slot) })
+		wg.Go(func() { p.serve(ctx, g, conn, slot) })
 	}
 }
 
@@ -152,9 +153,10 @@ func (r *Relay) enter(ctx context.Context) (*slot, error) {
 func (s *slot) leave() { s.once.Do(func() { <-s.slots }) }
 
 // serve owns conn: it is closed, or reset, when serve returns.
-func (r *Relay) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, pod *Pod, slot *slot) {
+func (p *Pod) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, slot *slot) {
 	defer slot.leave()
-	log := r.log.With("pod", pod.Name.String(), "from", conn.RemoteAddr().String())
+	r := p.relay
+	log := r.log.With("pod", p.name.String(), "from", conn.RemoteAddr().String())
 	dst, err := gate.OriginalDestination(conn)
 	if err == nil {
 		err = permitted(dst)
@@ -164,9 +166,9 @@ func (r *Relay) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, pod 
 		reset(conn)
 		return
 	}
-	pod.waiting.Add(1)
-	up, first, err := r.reach(ctx, conn, upstream.Request{Destination: dst, Source: pod.source(conn), Pod: pod.Name}, slot)
-	pod.waiting.Add(-1)
+	p.waiting.Add(1)
+	up, first, err := r.reach(ctx, conn, upstream.Request{Destination: dst, Source: p.source(conn), Pod: p.name}, slot)
+	p.waiting.Add(-1)
 	if err != nil {
 		log.Info("connection reset", "to", dst.String(), "err", err)
 		reset(conn)
@@ -174,12 +176,12 @@ func (r *Relay) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, pod 
 	}
 	slot.leave()
 	log.Debug("connection relayed", "to", dst.String())
-	pod.opened(conn)
+	p.opened(conn)
 	src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
 	src = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
 	j := junction{
 		app: conn, up: up, halfClose: r.upstream.HalfClose(),
-		ending:   func(bytes uint64) { pod.closed(conn, bytes) },
+		ending:   func(bytes uint64) { p.closed(conn, bytes) },
 		appState: func() gate.AppState { return g.AppState(src, dst) },
 	}
 	j.run(ctx, first)
@@ -188,7 +190,7 @@ func (r *Relay) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, pod 
 // source is the pod's own address, whoever in the pod is asking, and the port that was asked from.
 func (p *Pod) source(conn *net.TCPConn) netip.AddrPort {
 	remote := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
-	for _, ip := range p.IPs {
+	for _, ip := range p.ips {
 		if ip.Is4() == remote.Addr().Unmap().Is4() {
 			return netip.AddrPortFrom(ip, remote.Port())
 		}

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/integration/netns"
 )
 
@@ -41,7 +42,7 @@ func TestSource(t *testing.T) {
 		{"the other family alone", []netip.Addr{six}, netip.AddrPort{}},
 		{"none", nil, netip.AddrPort{}},
 	} {
-		p := Pod{IPs: tc.ips}
+		p := Pod{ips: tc.ips}
 		if got := p.source(conn); got != tc.want {
 			t.Errorf("%s: got %v, want %v", tc.name, got, tc.want)
 		}
@@ -58,7 +59,7 @@ func TestCounts(t *testing.T) {
 	checkReads(t, "near", near, "four")
 	send(t, near, "three")
 	checkReads(t, "far", far, "three")
-	want := Counts{Waiting: 2, Open: 1, Bytes: 9}
+	want := gate.Counts{Waiting: 2, Open: 1, Bytes: 9}
 	netns.Eventually(t, "all bytes are acknowledged and counted", func() bool { return p.Counts() == want })
 	p.closed(near, 9)
 	want.Open = 0

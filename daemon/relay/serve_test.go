@@ -57,13 +57,13 @@ func serve(t *testing.T) *served {
 	if s.gate, err = gate.Open(s.Path()); err != nil {
 		t.Fatal(err)
 	}
-	s.pod = &Pod{Name: attach.Pod{Namespace: "ci", Name: "web-0"}, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5")}}
+	s.pod = New(s.up, log).For(attach.Pod{Namespace: "ci", Name: "web-0"}, []netip.Addr{netip.MustParseAddr("10.0.0.5")})
 	var ctx context.Context
 	ctx, s.cancel = context.WithCancel(t.Context())
 	go func() { _ = s.up.Run(ctx) }()
 	go func() {
 		defer close(s.done)
-		New(s.up, log).Serve(ctx, ctx, s.gate, s.pod)
+		s.pod.Serve(ctx, ctx, s.gate)
 	}()
 	t.Cleanup(func() {
 		s.cancel()
@@ -161,7 +161,7 @@ func TestServeAcceptsNothingWhileTheUpstreamIsLate(t *testing.T) {
 		send(t, apps[i], "early "+strconv.Itoa(i))
 	}
 	netns.Eventually(t, "all wait in the accept queue", func() bool { return s.queued(t) == len(apps) })
-	if got := s.pod.Counts(); got != (Counts{}) {
+	if got := s.pod.Counts(); got != (gate.Counts{}) {
 		t.Errorf("late: got %+v, want nothing accepted", got)
 	}
 	asked := make(chan string, len(apps))
@@ -214,7 +214,7 @@ func TestServeResetsWhatCannotBeReached(t *testing.T) {
 	s := serve(t)
 	s.proxy(t, func(*http.Request) int { return http.StatusGatewayTimeout })
 	s.checkReset(t, web)
-	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Counts() == (Counts{}) })
+	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Counts() == (gate.Counts{}) })
 }
 
 func TestServeRefusesDestinationsOfTheNode(t *testing.T) {
@@ -245,7 +245,7 @@ func TestServeLetsGoOfAppsThatGaveUp(t *testing.T) {
 	app := s.dial(t, web)
 	netns.Eventually(t, "it is asked for again and again", func() bool { return asked.Load() > 2 && s.pod.Counts().Waiting == 1 })
 	reset(app)
-	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Counts() == (Counts{}) })
+	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Counts() == (gate.Counts{}) })
 }
 
 func TestServeEnds(t *testing.T) {

@@ -18,6 +18,9 @@ type NetnsID struct {
 	Cookie uint64 `json:"cookie"`
 }
 
+// String is for messages, and the same for as long as the netns lives.
+func (id NetnsID) String() string { return fmt.Sprintf("%d:%d:%d", id.Dev, id.Ino, id.Cookie) }
+
 // ErrNetnsGone is returned for a path at which there is no network namespace any more.
 var ErrNetnsGone = errors.New("netns is gone")
 

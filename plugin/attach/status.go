@@ -19,6 +19,20 @@ type UpstreamStatus struct {
 	Since    time.Time `json:"since"`
 	// Reason says why it is not ready, or what it last answered that is not as it should be.
 	Reason string `json:"reason,omitempty"`
+	// Proxies are those that took the listeners of pods, where they do (protocol sockets).
+	Proxies []ProxyStatus `json:"proxies,omitempty"`
+}
+
+// ProxyStatus is one proxy that accepts in the netns of pods itself.
+type ProxyStatus struct {
+	Name  string    `json:"name"`
+	Since time.Time `json:"since"`
+	// Hangs is for one that is connected and does not answer.
+	Hangs bool `json:"hangs"`
+	// Pods are those whose listeners it has.
+	Pods int `json:"pods"`
+	// Connections are open, by its own word.
+	Connections int `json:"connections"`
 }
 
 // AttachmentStatus is one line of the table.

@@ -1,0 +1,199 @@
+package integration
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+)
+
+// addon is what makes mitmproxy accept in the netns of pods.
+const addon = "../deploy/mitmproxy/sluice.py"
+
+// newSocketsNode is a node whose proxies accept for themselves.
+func newSocketsNode(t *testing.T) *netns.Node {
+	t.Helper()
+	n := netns.NewNode(t, bin)
+	n.Config["upstream"] = map[string]any{"protocol": "sockets"}
+	n.Config["proxySocket"] = proxySocket(n)
+	return n
+}
+
+func proxySocket(n *netns.Node) string { return filepath.Join(n.Dir, "proxy.sock") }
+
+// raw keeps mitmproxy from guessing: text may look like HTTP to it.
+var raw = []string{"--tcp-hosts", ".*"}
+
+// launchAddon starts mitmdump with the addon, and does not wait for it.
+func launchAddon(n *netns.Node, args ...string) *netns.Program {
+	return n.LaunchMitmdump(append([]string{
+		"--mode", "transparent", "--showhost", "--set", "server=false", "--set", "sluice_socket=" + proxySocket(n), "-s", addon,
+	}, args...)...)
+}
+
+// settled waits until all proxies that d knows have the sockets of that many pods, and count is how many they are.
+func settled(t *testing.T, d *netns.Daemon, count, pods int) {
+	t.Helper()
+	netns.Eventually(t, fmt.Sprintf("%d proxies have the sockets of %d pods", count, pods), func() bool {
+		up := d.Status().Upstream
+		for _, p := range up.Proxies {
+			if p.Pods != pods {
+				return false
+			}
+		}
+		return up.Ready && len(up.Proxies) == count
+	})
+}
+
+// telling is an addon that prints what the flows know of who they are from.
+func telling(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "telling.py")
+	const program = `
+def tell(kind, flow):
+    m = flow.metadata
+    print(kind, "from", flow.client_conn.peername[0], "of", m.get("sluice.pod"), m.get("sluice.uid"), m.get("sluice.direction"),
+          "comment", flow.comment, flush=True)
+
+def response(flow): tell("http", flow)
+def tcp_end(flow): tell("tcp", flow)
+`
+	if err := os.WriteFile(path, []byte(program), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// TestProxyAcceptsInThePod: every kind of traffic, as through a relay, and the proxy sees the pod itself.
+func TestProxyAcceptsInThePod(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			n := newSocketsNode(t)
+			ca := serveWorld(t, n)
+			proxy := launchAddon(n, "--set", "ssl_verify_upstream_trusted_ca="+ca, "-s", telling(t))
+			d := n.StartDaemon()
+			pod := f.addPod(t, n, "web", nil)
+			settled(t, d, 1, 1)
+			for _, family := range []struct{ name, world, node, pod string }{
+				{"IPv4", netns.WorldIPv4, nodeIPv4, pod.IPv4}, {"IPv6", netns.WorldIPv6, nodeIPv6, pod.IPv6},
+			} {
+				m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: family.world, seenAs: family.node}
+				t.Run("HTTP over "+family.name, m.http)
+				t.Run("HTTPS over "+family.name, m.https)
+				t.Run("client speaks first over "+family.name, m.clientFirst)
+				t.Run("server speaks first over "+family.name, m.serverFirst)
+				for _, kind := range []string{"http", "tcp"} {
+					m.wantLogged(t, fmt.Sprintf("%s from %s of default/web uid-web outbound", kind, family.pod))
+				}
+			}
+			before := strings.Count(proxy.Log(), "http from "+pod.IPv4+" of")
+			m := mitmCase{node: n, proxy: proxy, from: pod.Nested(), world: netns.WorldIPv4, seenAs: nodeIPv4}
+			t.Run("from a nested container", m.http)
+			netns.Eventually(t, "it is seen as the pod", func() bool { return strings.Count(proxy.Log(), "http from "+pod.IPv4+" of") > before })
+		})
+	}
+}
+
+// TestConnectionsWaitForAProxyThatComes, in the kernel: before it is there, after it was killed with a full queue, and
+// while another takes its place.
+func TestConnectionsWaitForAProxyThatComes(t *testing.T) {
+	t.Parallel()
+	n := newSocketsNode(t)
+	echoWorld(n)
+	d := n.StartDaemon()
+	pods := []*netns.Pod{n.AddPod("one"), n.AddPod("two")}
+	hosts := []*netns.Host{pods[0].Host, pods[1].Host}
+	outcome := clients(patience(t), 20, random(200), hosts...)
+	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pods...) == 40 })
+	proxy := launchAddon(n, raw...)
+	allWell(t, outcome, 40)
+
+	proxy.Freeze()
+	outcome = clients(patience(t), 20, random(200), hosts...)
+	netns.Eventually(t, "all of them wait for a proxy that is stopped", func() bool { return waiting(d, pods...) == 40 })
+	netns.Eventually(t, "the status says that it hangs", func() bool {
+		up := d.Status().Upstream
+		return !up.Ready && len(up.Proxies) == 1 && up.Proxies[0].Hangs
+	})
+	other := launchAddon(n, raw...)
+	allWell(t, outcome, 40) // one that answers is enough
+	proxy.Kill()
+	other.Kill()
+	netns.Eventually(t, "no proxy is there", func() bool { return len(d.Status().Upstream.Proxies) == 0 })
+
+	outcome = clients(patience(t), 20, random(200), hosts...)
+	netns.Eventually(t, "all of them wait again", func() bool { return waiting(d, pods...) == 40 })
+	launchAddon(n, raw...)
+	allWell(t, outcome, 40)
+}
+
+// TestDaemonIsNotInTheWay of what a proxy has accepted, nor of what it accepts, however the daemon ends.
+func TestDaemonIsNotInTheWay(t *testing.T) {
+	t.Parallel()
+	n := newSocketsNode(t)
+	echoWorld(n)
+	launchAddon(n, raw...)
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	settled(t, d, 1, 1)
+	open, err := pod.Dial(patience(t), "tcp", echoAddresses[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer open.Close() //nolint:errcheck // what was said on it was heard
+	say(t, open, "before")
+
+	d = succeed(t, n, d)
+	say(t, open, "after a hand-over")
+	settled(t, d, 1, 1)
+	allWell(t, clients(patience(t), 5, random(200), pod.Host), 5)
+
+	d.Kill()
+	say(t, open, "without a daemon")
+	allWell(t, clients(patience(t), 5, random(200), pod.Host), 5)
+	d = n.StartDaemon()
+	netns.Eventually(t, "the next daemon has the listeners back", func() bool { return len(d.Of(pod).Notes) == 0 })
+	settled(t, d, 1, 1)
+	say(t, open, "after a kill")
+	allWell(t, clients(patience(t), 5, random(200), pod.Host), 5)
+
+	d.Stop()
+	allWell(t, clients(patience(t), 5, random(200), pod.Host), 5)
+	d = n.StartDaemon()
+	settled(t, d, 1, 1)
+	say(t, open, "after a stop")
+	if err := pod.Del(); err != nil {
+		t.Fatal(err)
+	}
+	settled(t, d, 1, 0)
+	if log := d.Log(); strings.Contains(log, "did not let go") {
+		t.Error("the proxy did not let go of the pod")
+	}
+}
+
+// TestPodEndsWhileTheProxyIsStopped: the proxy is given up, and nothing of the pod stays once it is gone.
+func TestPodEndsWhileTheProxyIsStopped(t *testing.T) {
+	t.Parallel()
+	n := newSocketsNode(t)
+	echoWorld(n)
+	proxy := launchAddon(n, raw...)
+	d := n.StartDaemon()
+	pod, other := n.AddPod("web"), n.AddPod("other")
+	settled(t, d, 1, 2)
+	proxy.Freeze()
+	if err := pod.Del(); err != nil {
+		t.Fatal(err)
+	}
+	netns.Eventually(t, "the proxy is given up", func() bool {
+		return strings.Contains(d.Log(), "did not let go") && len(d.Status().Upstream.Proxies) == 0
+	})
+	proxy.Signal(syscall.SIGCONT)
+	settled(t, d, 1, 1) // it comes again, and lets go
+	allWell(t, clients(patience(t), 5, random(200), other.Host), 5)
+}
