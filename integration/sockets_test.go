@@ -2,7 +2,9 @@ package integration
 
 import (
 	"fmt"
+	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -196,4 +198,50 @@ func TestPodEndsWhileTheProxyIsStopped(t *testing.T) {
 	proxy.Signal(syscall.SIGCONT)
 	settled(t, d, 1, 1) // it comes again, and lets go
 	allWell(t, clients(patience(t), 5, random(200), other.Host), 5)
+}
+
+// TestAddonWithNewerMitmproxy runs the addon's code for versions that are not here against stand-ins for what it uses of
+// them.
+func TestAddonWithNewerMitmproxy(t *testing.T) {
+	t.Parallel()
+	out, err := exec.CommandContext(t.Context(), "/usr/bin/python3", "testdata/newer_mitmproxy.py", addon).CombinedOutput()
+	if err != nil || string(out) != "ok\n" {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
+
+// TestAddonBesideARelay: the flows of a mitmproxy that is asked by CONNECT show the pod too, if it is sluiced that says so.
+func TestAddonBesideARelay(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	serveWorld(t, n)
+	proxy := n.StartMitmdump("--showhost", "-s", addon, "--set", "sluice_socket=", "-s", telling(t))
+	n.StartDaemon()
+	pod := n.AddPod("web")
+	m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: netns.WorldIPv4, seenAs: nodeIPv4}
+	m.http(t)
+	m.wantLogged(t, "of default/web uid-web outbound comment default/web")
+	m.clientFirst(t)
+	netns.Eventually(t, "raw TCP shows it too", func() bool { return strings.Contains(proxy.Log(), "tcp from 127.0.0.1 of default/web") })
+
+	// Somebody else who asks the proxy says that it is that pod.
+	forged := n.LaunchMitmdump("--listen-host", "198.51.100.1", "--listen-port", "18081", "-s", addon, "--set", "sluice_socket=", "-s", telling(t), "--tcp-hosts", ".*")
+	n.WaitListening(forged, "198.51.100.1:18081")
+	c, err := n.World.Dial(patience(t), "tcp", "198.51.100.1:18081")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close() //nolint:errcheck // read as far as it matters
+	destination := net.JoinHostPort(netns.WorldIPv4, portClientFirst)
+	resp, err := askRaw(patience(t), c, "CONNECT "+destination+" HTTP/1.1\r\nHost: "+destination+"\r\nSluice-Pod-Namespace: default\r\nSluice-Pod-Name: web\r\nSluice-Pod-UID: x\r\n\r\n")
+	if err != nil || resp.StatusCode != 200 {
+		t.Fatalf("CONNECT: %v, %v", resp, err)
+	}
+	if _, err := c.Write([]byte("\x01 hello")); err != nil {
+		t.Fatal(err)
+	}
+	netns.Eventually(t, "the flow is there", func() bool { return strings.Contains(forged.Log(), "tcp from 198.51.100.10 of") })
+	if strings.Contains(forged.Log(), "default/web") {
+		t.Error("it is believed")
+	}
 }

@@ -1,0 +1,100 @@
+"""Runs deploy/mitmproxy/sluice.py's code for mitmproxy 9 to 12 against stand-ins for exactly the names that it uses.
+
+The stand-ins do what those versions do with a server instance: its mode must be registered under a name of its own,
+and handle_stream takes the original destination of the socket if the mode is a TransparentMode.
+"""
+import asyncio
+import importlib.util
+import sys
+import types
+from typing import Generic, TypeVar, get_args
+
+
+def module(name, **names):
+    m = types.ModuleType(name)
+    m.__dict__.update(names)
+    sys.modules[name] = m
+    return m
+
+
+class ProxyMode:
+    modes = {}
+
+    def __init_subclass__(cls):
+        cls.type_name = cls.__name__.removesuffix("Mode").lower()
+        assert cls.type_name not in ProxyMode.modes
+        ProxyMode.modes[cls.type_name] = cls
+
+    @classmethod
+    def parse(cls, spec):
+        mode = ProxyMode.modes[spec]
+        assert issubclass(mode, cls)
+        return mode()
+
+
+class TransparentMode(ProxyMode):
+    pass
+
+
+M = TypeVar("M", bound=ProxyMode)
+
+
+class ServerInstance(Generic[M]):
+    instances = {}
+
+    def __init__(self, mode, manager):
+        self.mode, self.manager = mode, manager
+
+    def __init_subclass__(cls):
+        mode = get_args(cls.__orig_bases__[0])[0]
+        assert mode.type_name not in ServerInstance.instances
+        ServerInstance.instances[mode.type_name] = cls
+
+    async def handle_stream(self, reader, writer):
+        layer = self.make_top_layer("context")
+        assert isinstance(self.mode, TransparentMode)
+        self.manager.served.append((layer, platform.original_addr(writer)))
+
+
+class TransparentProxy:
+    def __init__(self, context):
+        self.context = context
+
+
+class Proxyserver:
+    served = []
+
+
+class Master:
+    class addons:
+        @staticmethod
+        def get(name):
+            return {"proxyserver": server}[name]
+
+
+server = Proxyserver()
+platform = module("mitmproxy.platform", original_addr=lambda sock: ("192.0.2.1", 443))
+modes = module("mitmproxy.proxy.layers.modes", TransparentProxy=TransparentProxy)
+layers = module("mitmproxy.proxy.layers", modes=modes)
+mode_specs = module("mitmproxy.proxy.mode_specs", TransparentMode=TransparentMode)
+mode_servers = module("mitmproxy.proxy.mode_servers", ServerInstance=ServerInstance)
+module("mitmproxy.proxy", layers=layers, mode_servers=mode_servers, mode_specs=mode_specs)
+module(
+    "mitmproxy", platform=platform, proxy=sys.modules["mitmproxy.proxy"], exceptions=types.SimpleNamespace(OptionsError=ValueError),
+    version=types.SimpleNamespace(VERSION="12.0.0"), ctx=types.SimpleNamespace(options=types.SimpleNamespace(mode=["regular"])),
+)
+
+spec = importlib.util.spec_from_file_location("sluice", sys.argv[1])
+sluice = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sluice)
+
+serve = sluice.front(Master)
+asyncio.run(serve("reader", "writer"))
+(layer, destination), = server.served
+assert isinstance(layer, TransparentProxy) and layer.context == "context", layer
+assert destination == ("192.0.2.1", 443), destination
+instance = serve.__self__
+assert instance.is_running and instance.listen_addrs == () and instance.mode.description
+asyncio.run(instance.start())
+asyncio.run(instance.stop())
+print("ok")
