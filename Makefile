@@ -55,11 +55,13 @@ lint: bin/tools/golangci-lint bin/tools/helm ## Check the Go code, the scripts, 
 	done
 	bin/tools/golangci-lint run ./...
 	bin/tools/helm lint --quiet deploy/chart
+	@deploy/mitmproxy/render.sh | diff deploy/mitmproxy/mitmproxy.yaml - || { echo "deploy/mitmproxy/mitmproxy.yaml is not current: make manifests"; exit 1; }
 	@deploy/render.sh | diff deploy/sluice.yaml - || { echo "deploy/sluice.yaml is not what the chart makes: make manifests"; exit 1; }
 	cd integration/cluster && go vet ./... && go mod tidy -diff && ../../bin/tools/golangci-lint run ./...
 
-manifests: bin/tools/helm ## Render deploy/sluice.yaml from the chart
+manifests: bin/tools/helm ## Render deploy/sluice.yaml from the chart, and the example mitmproxy with its addon
 	deploy/render.sh > deploy/sluice.yaml
+	deploy/mitmproxy/render.sh > deploy/mitmproxy/mitmproxy.yaml
 
 demo: ## See it work: as root, in under a minute once it is built
 	@integration/demo.sh

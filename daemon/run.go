@@ -96,7 +96,8 @@ func (d daemon) run(ctx context.Context) error {
 		parts = append(parts, d.keeper.Run)
 		ready = append(ready, d.keeper.Ready)
 	}
-	up := d.newUpstream(node)
+	hub := d.newHub(node)
+	up := d.newWay(node, hub)
 	a := agent.New(source, attach.NewStore(conf.StateDir), up, up.accept, log)
 	a.Ready = func() error {
 		var errs []error
@@ -131,7 +132,8 @@ func (d daemon) run(ctx context.Context) error {
 	if conf.MetricsAddress != "" {
 		group.Go(func() error { return serveMetrics(serving, conf.MetricsAddress, agentMetrics(a)) })
 	}
-	group.Go(func() error { return up.run(ctx, serving, a) })
+	group.Go(func() error { return up.run(ctx) })
+	group.Go(func() error { return serveProxies(serving, hub, conf.ProxySocket, a) })
 	group.Go(func() error {
 		err := a.Run(ctx)
 		if _, in := os.LookupEnv("KUBERNETES_SERVICE_HOST"); in && ctx.Err() == nil {
@@ -148,45 +150,50 @@ func (d daemon) run(ctx context.Context) error {
 	return nil
 }
 
-// way is one of the two ways to the upstream.
+// way is the way to the upstream: through a relay, or without one.
 type way struct {
 	agent.Upstream
 	accept func(attach.NetnsID, attach.Pod, []netip.Addr) agent.Acceptor
-	// run goes on until ctx ends; what is for proxies alone ends with serving.
-	run func(ctx, serving context.Context, a *agent.Agent) error
+	run    func(context.Context) error
 }
 
-func (d daemon) newUpstream(node *kube.Node) way {
-	conf, log := d.conf, d.log
-	if conf.Upstream.Protocol == config.Sockets {
-		var labels func(attach.Pod) map[string]string
-		if node != nil {
-			labels = node.Labels
-		}
-		hub := proxies.New(conf.ProxySocket, nodeName(), labels, log)
+func (d daemon) newWay(node *kube.Node, hub *proxies.Hub) way {
+	if d.conf.Upstream.Protocol == config.Sockets {
 		return way{
 			hub,
 			func(id attach.NetnsID, pod attach.Pod, ips []netip.Addr) agent.Acceptor { return hub.For(id, pod, ips) },
-			func(_, serving context.Context, a *agent.Agent) error {
-				l, err := unixsock.Listen("unixpacket", conf.ProxySocket)
-				if err != nil {
-					return fmt.Errorf("proxySocket: %w", err)
-				}
-				return hub.Run(serving, l, a.Returned)
-			},
+			func(context.Context) error { return nil },
 		}
 	}
 	var locate func() (string, error)
 	if node != nil {
 		locate = node.Locate
 	}
-	up := upstream.New(conf.Upstream, locate, log)
-	r := relay.New(up, log)
+	up := upstream.New(d.conf.Upstream, locate, d.log)
+	r := relay.New(up, d.log)
 	return way{
 		up,
 		func(_ attach.NetnsID, pod attach.Pod, ips []netip.Addr) agent.Acceptor { return r.For(pod, ips) },
-		func(ctx, _ context.Context, _ *agent.Agent) error { return up.Run(ctx) },
+		up.Run,
 	}
+}
+
+// newHub makes the place where proxies come for sockets. It is there where sluiced relays too, for proxies that have
+// some from a daemon that did not: they are to let go of them.
+func (d daemon) newHub(node *kube.Node) *proxies.Hub {
+	var labels func(attach.Pod) map[string]string
+	if node != nil {
+		labels = node.Labels
+	}
+	return proxies.New(d.conf.ProxySocket, nodeName(), labels, d.log)
+}
+
+func serveProxies(ctx context.Context, hub *proxies.Hub, path string, a *agent.Agent) error {
+	l, err := unixsock.Listen("unixpacket", path)
+	if err != nil {
+		return fmt.Errorf("proxySocket: %w", err)
+	}
+	return hub.Run(ctx, l, a.Returned)
 }
 
 // nodeName is the node's name as the API server has it, or the host's.

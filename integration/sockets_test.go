@@ -21,11 +21,8 @@ func newSocketsNode(t *testing.T) *netns.Node {
 	t.Helper()
 	n := netns.NewNode(t, bin)
 	n.Config["upstream"] = map[string]any{"protocol": "sockets"}
-	n.Config["proxySocket"] = proxySocket(n)
 	return n
 }
-
-func proxySocket(n *netns.Node) string { return filepath.Join(n.Dir, "proxy.sock") }
 
 // raw keeps mitmproxy from guessing: text may look like HTTP to it.
 var raw = []string{"--tcp-hosts", ".*"}
@@ -33,7 +30,7 @@ var raw = []string{"--tcp-hosts", ".*"}
 // launchAddon starts mitmdump with the addon, and does not wait for it.
 func launchAddon(n *netns.Node, args ...string) *netns.Program {
 	return n.LaunchMitmdump(append([]string{
-		"--mode", "transparent", "--showhost", "--set", "server=false", "--set", "sluice_socket=" + proxySocket(n), "-s", addon,
+		"--showhost", "--set", "server=false", "--set", "sluice_socket=" + n.ProxySocket(), "-s", addon,
 	}, args...)...)
 }
 

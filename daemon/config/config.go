@@ -28,7 +28,8 @@ type Config struct {
 	Late     Late
 	// AgentSocket is where the plugin and `sluiced status` find the daemon.
 	AgentSocket string
-	// ProxySocket is where proxies find it that take the listeners of pods (protocol sockets).
+	// ProxySocket is where proxies find it that take the listeners of pods (protocol sockets): proxy.sock beside the
+	// agent socket unless it is given.
 	ProxySocket string
 	StateDir    string
 	// MetricsAddress is where Prometheus scrapes; empty for nowhere.
@@ -137,7 +138,6 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 		Capture:        Capture{ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true},
 		Late:           Late{Policy: Queue},
 		AgentSocket:    attach.DefaultSocket,
-		ProxySocket:    "/run/sluice/proxy.sock",
 		StateDir:       attach.DefaultStateDir,
 		MetricsAddress: "127.0.0.1:15090",
 	}
@@ -151,6 +151,9 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	}
 	if err := c.complete(); err != nil {
 		return Config{}, err
+	}
+	if c.ProxySocket == "" {
+		c.ProxySocket = filepath.Join(filepath.Dir(c.AgentSocket), "proxy.sock")
 	}
 	return c, nil
 }

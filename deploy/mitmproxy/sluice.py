@@ -1,8 +1,8 @@
 """sluice, for mitmproxy: accept the connections of pods in their own network namespaces.
 
-    mitmdump --mode transparent --set server=false -s sluice.py
+    mitmdump -s sluice.py
 
-sluiced, with `upstream.protocol: sockets`, hands over the sockets that listen in the netns of each captured pod. This
+In any mode, for those who use mitmproxy explicitly; add `--set server=false` if nobody does. sluiced, with `upstream.protocol: sockets`, hands over the sockets that listen in the netns of each captured pod. This
 addon accepts on them. There is no relay between the pod and mitmproxy, which sees the pod's own address, and
 while mitmproxy is not there connections wait in the kernel. With the protocol `connect`, where sluiced relays, the
 same addon takes from its CONNECT requests which pod it is.
@@ -23,7 +23,7 @@ import socket
 import struct
 from typing import Any, Awaitable, Callable, Optional, Sequence
 
-from mitmproxy import ctx, exceptions, platform, version
+from mitmproxy import ctx, platform, version
 
 PROTOCOL = 1
 MAX_MESSAGE = 64 << 10
@@ -248,13 +248,23 @@ def forbidden(destination: tuple, local: tuple) -> str:
 
 
 def front(master) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]]:
-    """What serves one accepted connection in this version of mitmproxy."""
+    """What serves one accepted connection in this version of mitmproxy, whatever mode its own server is in."""
     server = master.addons.get("proxyserver")
-    if hasattr(server, "handle_tcp_connection"):  # 8.1
-        if ctx.options.mode != "transparent":
-            raise exceptions.OptionsError("sluice.py needs --mode transparent")
-        return server.handle_tcp_connection
-    return newer_front(server)
+    if not hasattr(server, "handle_tcp_connection"):
+        return newer_front(server)
+
+    from mitmproxy.addons.proxyserver import ProxyConnectionHandler
+    from mitmproxy.proxy import layers
+
+    async def serve(reader: asyncio.StreamReader, writer: Any) -> None:
+        # As the server's own handle_tcp_connection, which would take the top layer from the option `mode`.
+        id = ("tcp", writer.get_extra_info("peername"), writer.get_extra_info("sockname"))
+        handler = ProxyConnectionHandler(master, reader, writer, ctx.options)
+        handler.layer = layers.modes.TransparentProxy(handler.layer.context)
+        server._connections[id] = handler
+        await server.handle_connection(id)
+
+    return serve
 
 
 def newer_front(server) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]]:

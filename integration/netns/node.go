@@ -53,6 +53,7 @@ func NewNode(tb TB, bin string) *Node {
 		"upstream":       map[string]any{"address": ProxyAddress, "protocol": "connect"},
 		"capture":        map[string]any{"source": "all"},
 		"agentSocket":    n.AgentSocket(),
+		"proxySocket":    n.ProxySocket(),
 		"stateDir":       n.StateDir(),
 		"metricsAddress": "",
 	}
@@ -77,6 +78,9 @@ func NewNode(tb TB, bin string) *Node {
 
 // AgentSocket is the daemon's socket.
 func (n *Node) AgentSocket() string { return filepath.Join(n.Dir, "agent.sock") }
+
+// ProxySocket is where the daemon serves proxies that accept for themselves.
+func (n *Node) ProxySocket() string { return filepath.Join(n.Dir, "proxy.sock") }
 
 // StateDir is where attachments are recorded.
 func (n *Node) StateDir() string { return filepath.Join(n.Dir, "state") }

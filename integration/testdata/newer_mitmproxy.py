@@ -80,7 +80,7 @@ mode_specs = module("mitmproxy.proxy.mode_specs", TransparentMode=TransparentMod
 mode_servers = module("mitmproxy.proxy.mode_servers", ServerInstance=ServerInstance)
 module("mitmproxy.proxy", layers=layers, mode_servers=mode_servers, mode_specs=mode_specs)
 module(
-    "mitmproxy", platform=platform, proxy=sys.modules["mitmproxy.proxy"], exceptions=types.SimpleNamespace(OptionsError=ValueError),
+    "mitmproxy", platform=platform, proxy=sys.modules["mitmproxy.proxy"],
     version=types.SimpleNamespace(VERSION="12.0.0"), ctx=types.SimpleNamespace(options=types.SimpleNamespace(mode=["regular"])),
 )
 

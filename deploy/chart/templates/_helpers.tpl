@@ -6,11 +6,11 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
-{{/* What sluiced reads. The default address gives way to another place of the upstream. */}}
+{{/* What sluiced reads. The default podSelector gives way to another place of the upstream. */}}
 {{- define "sluice.config" -}}
 {{- $config := deepCopy .Values.config -}}
-{{- if or $config.upstream.podSelector $config.upstream.service -}}
-{{- $_ := unset $config.upstream "address" -}}
+{{- if or $config.upstream.address $config.upstream.service -}}
+{{- $_ := unset $config.upstream "podSelector" -}}
 {{- end -}}
 {{- toYaml $config -}}
 {{- end }}

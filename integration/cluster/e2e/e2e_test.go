@@ -85,6 +85,9 @@ func TestSluice(t *testing.T) {
 				return a.State == want.state, err
 			}))
 			checkAsk(ctx, t, c, "plain", want.state == "captured")
+			if want.state == "captured" {
+				wantSeenAs(ctx, t, c, "plain")
+			}
 		}
 	})
 	step(t, "a label comes to a pod that is older than sluice", func(ctx context.Context, t *testing.T, c *envconf.Config) {
@@ -279,6 +282,18 @@ func seenByProxy(ctx context.Context, t *testing.T, c *envconf.Config) (seen int
 		seen += strings.Count(log, "GET "+brackets.Replace(url)+"\n")
 	}
 	return seen
+}
+
+// wantSeenAs wants the proxy to have seen a pod by its own address.
+func wantSeenAs(ctx context.Context, t *testing.T, c *envconf.Config, pod string) {
+	t.Helper()
+	var p corev1.Pod
+	must(t, client(c).Get(ctx, pod, namespace, &p))
+	proxy, err := only(ctx, c, proxies, "app=mitmproxy")
+	must(t, err)
+	if !strings.Contains(logs(ctx, t, c, proxies, proxy), p.Status.PodIP+":") {
+		t.Errorf("the proxy has not seen %s at its own address %s", pod, p.Status.PodIP)
+	}
 }
 
 // urls are the server's: IPv4 and, in a cluster that has it, IPv6.

@@ -173,7 +173,7 @@ func remove(ctx context.Context, c *envconf.Config, manifest string, options ...
 
 // eventually waits for cond, as long as anything here takes.
 func eventually(ctx context.Context, what string, cond func() (bool, error)) error {
-	return within(ctx, time.Minute, what, cond)
+	return within(ctx, 3*time.Minute, what, cond)
 }
 
 func within(ctx context.Context, patience time.Duration, what string, cond func() (bool, error)) error {

@@ -32,9 +32,10 @@ func upstreamKinds(ctx context.Context, t *testing.T, c *envconf.Config) {
 		says   string
 		values []string
 	}{
-		{"pod app=mitmproxy of this node in mitmproxy, port 8080", []string{up + "port=8080", up + "podSelector.namespace=mitmproxy", up + "podSelector.matchLabels.app=mitmproxy"}},
-		{"service mitmproxy/mitmproxy, port 8080", []string{up + "port=8080", up + "service.namespace=mitmproxy", up + "service.name=mitmproxy"}},
-		{":18080", nil},
+		{"pod app=mitmproxy of this node in mitmproxy, port 8080", []string{up + "protocol=connect", up + "port=8080"}},
+		{"service mitmproxy/mitmproxy, port 8080", []string{up + "protocol=connect", up + "port=8080", up + "service.namespace=mitmproxy", up + "service.name=mitmproxy"}},
+		{":18080", []string{up + "protocol=connect", up + "address=${HOST_IP}:18080"}},
+		{"/proxy.sock", nil},
 	} {
 		must(t, apply(ctx, c, render(ctx, t, kind.values...)))
 		must(t, eventually(ctx, "sluice is rolled out for "+kind.says, func() (bool, error) { return rolledOut(ctx, c, system, "sluice") }))
