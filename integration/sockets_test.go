@@ -234,6 +234,7 @@ func TestAddonBesideARelay(t *testing.T) {
 	if err != nil || resp.StatusCode != 200 {
 		t.Fatalf("CONNECT: %v, %v", resp, err)
 	}
+	defer resp.Body.Close() //nolint:errcheck // it has none
 	if _, err := c.Write([]byte("\x01 hello")); err != nil {
 		t.Fatal(err)
 	}

@@ -223,7 +223,6 @@ func TestWhatAProxyComesWith(t *testing.T) {
 	}
 }
 
-// TestOneThatDoesNotLetGoIsGivenUp.
 func TestOneThatDoesNotLetGoIsGivenUp(t *testing.T) {
 	t.Parallel()
 	h := newTestHub(t)

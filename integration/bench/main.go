@@ -22,6 +22,7 @@ var parts = []struct {
 	{"latency", benchLatency},
 	{"throughput", benchThroughput},
 	{"mitmdump", benchMitmdump},
+	{"sockets", benchSockets},
 	{"add", benchAdd},
 	{"waiting", benchWaiting},
 	{"pods", benchPods},

@@ -54,10 +54,7 @@ const (
 // newSides makes the pods: captured by sluice, using the proxy itself, and behind redsocks.
 func (b *bench) newSides(n *netns.Node, withRedsocks bool) []side {
 	n.StartDaemon()
-	sides := []side{
-		{name: "sluice", pod: n.AddPod("captured")},
-		{name: "explicit", pod: b.addUncaptured(n, "explicit"), proxy: proxyOnBridge},
-	}
+	sides := b.sidesOf(n)
 	if withRedsocks {
 		pod := b.addUncaptured(n, "redsocks")
 		b.startRedsocks(n, pod)
@@ -67,6 +64,14 @@ func (b *bench) newSides(n *netns.Node, withRedsocks bool) []side {
 		b.tb.must(s.do(echo), "a first connection, "+s.name)
 	}
 	return sides
+}
+
+// sidesOf makes the first two.
+func (b *bench) sidesOf(n *netns.Node) []side {
+	return []side{
+		{name: "sluice", pod: n.AddPod("captured")},
+		{name: "explicit", pod: b.addUncaptured(n, "explicit"), proxy: proxyOnBridge},
+	}
 }
 
 func (b *bench) addUncaptured(n *netns.Node, name string) *netns.Pod {

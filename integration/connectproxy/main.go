@@ -18,7 +18,11 @@ import (
 func main() {
 	listen := flag.String("listen", "127.0.0.1:18080", "address to listen on")
 	quiet := flag.Bool("quiet", false, "do not log each connection")
+	sluiced := flag.String("sockets", "", "take the sockets of pods from sluiced at this path, too")
 	flag.Parse()
+	if *sluiced != "" {
+		go func() { log.Fatalf("sluiced: %v", takeSockets(*sluiced)) }()
+	}
 	fmt.Fprintln(os.Stderr, "connectproxy:", run(*listen, *quiet))
 	os.Exit(1)
 }
@@ -70,11 +74,15 @@ func serve(client *net.TCPConn, quiet bool) error {
 	if _, err := server.Write(early); err != nil {
 		return err
 	}
+	join(client, server)
+	return nil
+}
+
+func join(client, server *net.TCPConn) {
 	var wg sync.WaitGroup
 	wg.Go(func() { carry(server, client) })
 	wg.Go(func() { carry(client, server) })
 	wg.Wait()
-	return nil
 }
 
 func say(c net.Conn, status string) error {
