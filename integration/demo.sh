@@ -14,7 +14,6 @@ world=sluice-demo-$$-world
 pod=sluice-demo-$$-pod
 web4=198.51.100.10
 web6=2001:db8::10
-proxy=127.0.0.1:18080
 dir=      # everything that is written
 added=    # not empty once the pod may be attached
 cache=    # where cnitool keeps results, if the demo made it
@@ -34,6 +33,7 @@ main() {
     attach_pod
     proxy_is_late
     daemon_is_killed
+    both_are_killed
     what_left_the_pod
     step "That was all"
     say "Everything that was made for it is removed now."
@@ -109,7 +109,7 @@ NFT
 CONFLIST
     cat >"$dir/sluiced.yaml" <<CONFIG
 upstream:
-  address: $proxy
+  protocol: sockets
 capture:
   source: all
   excludePorts: [81]
@@ -129,7 +129,7 @@ attach_pod() {
 
 proxy_is_late() {
     step "The proxy is late"
-    say "Nothing listens on $proxy. Without sluice, a pod told to use it would get \"connection refused\" now."
+    say "No proxy runs. Without sluice, a pod told to use one would get \"connection refused\" now."
     say "curl starts in the pod, without any proxy settings, once over IPv4 and once over IPv6:"
     curl_in_pod v4 "http://$web4/"
     curl_in_pod v6 "http://[$web6]/"
@@ -137,31 +137,33 @@ proxy_is_late() {
     sleep 2
     show bin/sluiced status --agent-socket "$dir/agent.sock"
     say "Both are connected as far as curl can tell, and wait in the kernel. The web server has seen $(requests) requests."
-
-    if command -v mitmdump >/dev/null; then
-        say "Now the proxy comes: mitmdump -p 18080 --listen-host 127.0.0.1"
-        start proxy "$node" env HOME="$dir" PYTHONUNBUFFERED=1 mitmdump -p 18080 --listen-host 127.0.0.1 --set "confdir=$dir/mitmproxy"
-    else
-        say "mitmproxy is not to be had here, so the proxy that comes now is a small one of our own, bin/connectproxy."
-        start proxy "$node" bin/connectproxy -listen "$proxy"
-    fi
+    start_proxy
     finish_curl v4
     finish_curl v6
-    say "The proxy saw both, and what it says of them is:"
+    say "The proxy accepted both in the pod's netns itself: it sees the pod's own addresses, and what it says of them is:"
     await "the proxy has logged both requests" proxy_logged 2
     proxy_lines | quote
 }
 
 daemon_is_killed() {
     step "The daemon is killed"
-    say "kill -9 sluiced. Nobody listens in the pod's netns any more, and another curl starts:"
+    say "kill -9 sluiced. The proxy has the listening sockets, so it goes on:"
     stop sluiced KILL
+    curl_in_pod orphaned "http://$web4/"
+    finish_curl orphaned
+}
+
+both_are_killed() {
+    step "The proxy is killed too"
+    say "Now nobody listens in the pod's netns any more, and another curl starts:"
+    stop proxy KILL
     curl_in_pod again "http://$web4/"
     sleep 2
     running again || die "curl should wait, but it has ended: $(cat "$dir/again.out")"
     show ip netns exec "$pod" ss -tn state syn-sent
-    say "It is not refused: the rules in the pod's netns drop its SYN, so the kernel sends it again. The daemon starts again:"
+    say "It is not refused: the rules in the pod's netns drop its SYN, so the kernel sends it again. Both start again:"
     start_sluiced
+    start_proxy
     finish_curl again
     say "The web server has now seen $(requests) requests, all from the node's address, since the proxy runs there:"
     sed -n 's/ - - .*\(".*"\)/ \1/p' "$dir/web.log" | quote
@@ -213,6 +215,18 @@ start_sluiced() {
     await "sluiced answers" answers
 }
 
+start_proxy() {
+    local socket=$dir/proxy.sock
+    if command -v mitmdump >/dev/null; then
+        say "Now the proxy comes: mitmdump -s deploy/mitmproxy/sluice.py"
+        start proxy "$node" env HOME="$dir" PYTHONUNBUFFERED=1 mitmdump -s deploy/mitmproxy/sluice.py \
+            --set "sluice_socket=$socket" --set server=false --set "confdir=$dir/mitmproxy"
+    else
+        say "mitmproxy is not to be had here, so the proxy that comes now is a small one of our own, bin/connectproxy."
+        start proxy "$node" bin/connectproxy -sockets "$socket"
+    fi
+}
+
 answers() { bin/sluiced status --agent-socket "$dir/agent.sock" >/dev/null 2>&1; }
 
 waiting() {
@@ -223,9 +237,9 @@ waiting() {
 
 listening() { [[ -n $(ip netns exec "$1" ss -Hltn "sport = :$2") ]]; }
 
-# The line of a request: mitmdump's own, or the one that connectproxy logs for a CONNECT.
-proxy_lines() { grep -E -A1 ': GET http|CONNECT [0-9[]' "$dir/proxy.log" | grep -v '^--'; }
-proxy_logged() { (($(grep -cE ' << .*200|CONNECT [0-9[]' "$dir/proxy.log") >= $1)); }
+# The line of a request: mitmdump's own, or the one that connectproxy logs.
+proxy_lines() { grep -E -A1 ': GET http|accepted from' "$dir/proxy.log" | grep -v '^--'; }
+proxy_logged() { (($(grep -cE ' << .*200|accepted from' "$dir/proxy.log") >= $1)); }
 
 requests() { grep -c GET "$dir/web.log" || true; }
 

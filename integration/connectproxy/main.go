@@ -21,7 +21,7 @@ func main() {
 	sluiced := flag.String("sockets", "", "take the sockets of pods from sluiced at this path, too")
 	flag.Parse()
 	if *sluiced != "" {
-		go func() { log.Fatalf("sluiced: %v", takeSockets(*sluiced)) }()
+		go func() { log.Fatalf("sluiced: %v", takeSockets(*sluiced, *quiet)) }()
 	}
 	fmt.Fprintln(os.Stderr, "connectproxy:", run(*listen, *quiet))
 	os.Exit(1)

@@ -24,7 +24,7 @@ type message struct {
 
 // takeSockets accepts on the sockets that sluiced hands over. It does not come again: for benchmarks and tests that is
 // enough.
-func takeSockets(path string) error {
+func takeSockets(path string, quiet bool) error {
 	c, err := net.Dial("unixpacket", path)
 	if err != nil {
 		return err
@@ -58,7 +58,7 @@ func takeSockets(path string) error {
 				return err
 			}
 			for _, l := range held[m.ID] {
-				go acceptFor(l, &open)
+				go acceptFor(l, &open, quiet)
 			}
 		case "detach":
 			for _, l := range held[m.ID] {
@@ -90,7 +90,7 @@ func listeners(files []*os.File) ([]net.Listener, error) {
 	return all, nil
 }
 
-func acceptFor(l net.Listener, open *atomic.Int64) {
+func acceptFor(l net.Listener, open *atomic.Int64, quiet bool) {
 	for {
 		c, err := l.Accept()
 		if err != nil {
@@ -112,6 +112,9 @@ func acceptFor(l net.Listener, open *atomic.Int64) {
 				return
 			}
 			defer server.Close() //nolint:errcheck // as above
+			if !quiet {
+				log.Printf("accepted from %s, to %s", client.RemoteAddr(), to)
+			}
 			join(client, server)
 		}()
 	}
