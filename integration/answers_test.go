@@ -90,7 +90,7 @@ func TestMisconfiguredUpstreamIsSaid(t *testing.T) {
 			proxy.mend()
 			allWell(t, outcome, count)
 			netns.Eventually(t, "no more is said of it", func() bool { return d.Status().Upstream.Reason == "" })
-			wantText(t, d.Log(), "upstream answers as it should again")
+			netns.Eventually(t, "but that it is well", func() bool { return strings.Contains(d.Log(), "upstream answers as it should again") })
 		})
 	}
 }
@@ -99,11 +99,15 @@ func TestMisconfiguredUpstreamIsSaid(t *testing.T) {
 func wantSaid(t *testing.T, n *netns.Node, d *netns.Daemon, what string) {
 	t.Helper()
 	var said []string
-	for line := range strings.Lines(d.Log()) {
-		if strings.Contains(line, "connections wait until this is mended") {
-			said = append(said, line)
+	netns.Eventually(t, "the log says what is wrong", func() bool { // the status may be quicker
+		said = nil
+		for line := range strings.Lines(d.Log()) {
+			if strings.Contains(line, "connections wait until this is mended") {
+				said = append(said, line)
+			}
 		}
-	}
+		return len(said) > 0
+	})
 	if len(said) != 1 || !strings.Contains(said[0], "level=ERROR") || !strings.Contains(said[0], what) {
 		t.Errorf("the log has %q; want one error that the upstream %s", said, what)
 	}

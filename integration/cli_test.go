@@ -3,8 +3,8 @@ package integration
 import (
 	"bytes"
 	"encoding/json"
-	"io"
 	"net"
+	"io"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -186,8 +186,17 @@ func TestWaitCommandSeesTheUpstreamCome(t *testing.T) {
 func TestWaitCommandCanBeInterrupted(t *testing.T) {
 	t.Parallel()
 	n := netns.NewNode(t, bin)
-	w := netns.Launch(n.Host, filepath.Join(bin, "sluiced"), "wait", "--on-timeout=proceed", "--address="+netns.ProxyAddress)
-	time.Sleep(100 * time.Millisecond) // until it listens to signals
+	l, err := net.Listen("unix", n.AgentSocket())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close() //nolint:errcheck // it says nothing
+	w := netns.Launch(n.Host, filepath.Join(bin, "sluiced"), "wait", "--on-timeout=proceed", "--agent-socket="+n.AgentSocket())
+	c, err := l.Accept() // it has come to that, so it listens to signals
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = c.Close() // no answer
 	w.Stop()
 	wantText(t, w.Log(), "gave up after")
 }
