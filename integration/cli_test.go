@@ -3,8 +3,8 @@ package integration
 import (
 	"bytes"
 	"encoding/json"
-	"net"
 	"io"
+	"net"
 	"path/filepath"
 	"strings"
 	"testing"

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Installs the Debian or Ubuntu packages that are missing for `make test`, `lint`, `demo`, `bench` or `e2e`.
+# Installs the Debian or Ubuntu packages that are missing for `make test`, `lint`, `demo`, `bench`, `e2e` or
+# `screenshot`.
 # Says nothing when nothing is missing.
 set -euo pipefail
 
-usage="usage: $0 test|lint|demo|bench|e2e"
+usage="usage: $0 test|lint|demo|bench|e2e|screenshot"
 PATH=$PATH:/usr/sbin:/sbin # where some users do not look
 
 # A line is what must be there, a command or an absolute path, and the package that brings it.
@@ -46,6 +47,7 @@ lint) wanted="shellcheck shellcheck" ;;
 demo) wanted=$common optional="mitmdump mitmproxy" ;;
 bench) wanted=$common$bench ;;
 e2e) wanted=$e2e ;;
+screenshot) wanted=$common$test"chromium chromium" ;;
 *) echo "$usage" >&2 && exit 2 ;;
 esac
 
