@@ -176,6 +176,38 @@ func TestDaemonIsNotInTheWay(t *testing.T) {
 	}
 }
 
+// TestFromRelayToSocketsAndBack: the configuration changes with a hand-over, and who accepts with it. What is open and what
+// waits is none the worse for it.
+func TestFromRelayToSocketsAndBack(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	echoWorld(n)
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	outcome := clients(patience(t), 20, random(200), pod.Host)
+	netns.Eventually(t, "all of them wait for the relay's upstream", func() bool { return waiting(d, pod) == 20 })
+	relayed := n.Config["upstream"]
+	n.Config["upstream"] = map[string]any{"protocol": "sockets"}
+	d = succeed(t, n, d)
+	proxy := launchAddon(n, raw...)
+	allWell(t, outcome, 20)
+
+	open, err := pod.Dial(patience(t), "tcp", echoAddresses[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer open.Close() //nolint:errcheck // what was said on it was heard
+	say(t, open, "to the proxy that accepted it")
+	n.Config["upstream"] = relayed
+	d = succeed(t, n, d)
+	netns.Eventually(t, "the proxy has been told to let go", func() bool { return strings.Count(proxy.Log(), "connected to sluiced") == 2 })
+	startConnectProxy(n)
+	netns.Eventually(t, "the relay accepts", func() bool {
+		return echo(patience(t), pod.Host, echoAddresses[1], []byte{1, 2, 3}) == nil && d.Of(pod).Bytes > 0
+	})
+	say(t, open, "and still")
+}
+
 // TestPodEndsWhileTheProxyIsStopped: the proxy is given up, and nothing of the pod stays once it is gone.
 func TestPodEndsWhileTheProxyIsStopped(t *testing.T) {
 	t.Parallel()

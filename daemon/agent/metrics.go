@@ -1,6 +1,10 @@
 package agent
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
 
 // Metrics are the figures of Status for Prometheus, read when it asks.
 type Metrics struct{ Agent *Agent }
@@ -9,12 +13,16 @@ var (
 	metricReady = prometheus.NewDesc("sluice_upstream_ready", "1 while the upstream is there, 0 while it is late.", nil, nil)
 	metricCount = prometheus.NewDesc("sluice_attachments", "Attachments by state.", []string{"state"}, nil)
 	metricWait  = prometheus.NewDesc("sluice_waiting_connections", "Captured connections that wait for the upstream.", nil, nil)
-	metricOpen  = prometheus.NewDesc("sluice_open_connections", "Captured connections that are being relayed.", nil, nil)
+	metricOpen  = prometheus.NewDesc("sluice_open_connections", "Captured connections that go through the upstream.", nil, nil)
+
+	metricPodWait   = prometheus.NewDesc("sluice_pod_waiting_connections", "Captured connections of one pod that wait for the upstream.", []string{"pod"}, nil)
+	metricProxies   = prometheus.NewDesc("sluice_proxies", "Connected proxies that take sockets, by whether they answer.", []string{"state"}, nil)
+	metricProxyPods = prometheus.NewDesc("sluice_proxy_pods", "Pods whose sockets a proxy has, over the proxies of one name.", []string{"proxy"}, nil)
 )
 
 // Describe implements prometheus.Collector.
 func (Metrics) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{metricReady, metricCount, metricWait, metricOpen} {
+	for _, d := range []*prometheus.Desc{metricReady, metricCount, metricWait, metricOpen, metricPodWait, metricProxies, metricProxyPods} {
 		ch <- d
 	}
 }
@@ -26,19 +34,37 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 	if s.Upstream.Ready {
 		ready = 1
 	}
-	states := map[string]int{}
+	states, pods := map[string]int{}, map[string]int{}
 	for _, a := range s.Attachments {
 		states[string(a.State)]++
+		if a.State == attach.Captured {
+			pods[a.Pod] += a.Waiting
+		}
 		waiting += a.Waiting
 		open += a.Open
 	}
 	gauge := func(d *prometheus.Desc, v int, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, float64(v), labels...)
 	}
-	gauge(metricReady, ready)
-	for state, n := range states {
-		gauge(metricCount, n, state)
+	gauges := func(d *prometheus.Desc, values map[string]int) {
+		for label, v := range values {
+			gauge(d, v, label)
+		}
 	}
+	proxies, held := map[string]int{}, map[string]int{}
+	for _, p := range s.Upstream.Proxies {
+		state := "answers"
+		if p.Hangs {
+			state = "hangs"
+		}
+		proxies[state]++
+		held[p.Name] += p.Pods
+	}
+	gauge(metricReady, ready)
+	gauges(metricCount, states)
+	gauges(metricPodWait, pods)
+	gauges(metricProxies, proxies)
+	gauges(metricProxyPods, held)
 	gauge(metricWait, waiting)
 	gauge(metricOpen, open)
 }

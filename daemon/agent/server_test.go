@@ -14,6 +14,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sys/unix"
 
@@ -216,6 +217,7 @@ func TestMetrics(t *testing.T) {
 	t.Parallel()
 	h := nstest.NewHost(t, "pod")
 	a := newAgent(t, capture)
+	a.upstream = proxied{}
 	if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
 		t.Fatal(err)
 	}
@@ -229,13 +231,29 @@ func TestMetrics(t *testing.T) {
 	}
 	got := map[string]float64{}
 	for _, f := range families {
-		got[f.GetName()] = f.GetMetric()[0].GetGauge().GetValue()
-	}
-	for name, want := range map[string]float64{
-		"sluice_upstream_ready": 0, "sluice_attachments": 1, "sluice_waiting_connections": 0, "sluice_open_connections": 0,
-	} {
-		if v, ok := got[name]; !ok || v != want {
-			t.Errorf("%s: got %v (there: %t), want %v", name, v, ok, want)
+		for _, m := range f.GetMetric() {
+			name := f.GetName()
+			for _, l := range m.GetLabel() {
+				name += " " + l.GetName() + "=" + l.GetValue()
+			}
+			got[name] = m.GetGauge().GetValue()
 		}
 	}
+	want := map[string]float64{
+		"sluice_upstream_ready": 1, "sluice_attachments state=captured": 1, "sluice_waiting_connections": 0, "sluice_open_connections": 0,
+		"sluice_pod_waiting_connections pod=ci/web-0": 0, "sluice_proxies state=answers": 2, "sluice_proxies state=hangs": 1,
+		"sluice_proxy_pods proxy=one": 5, "sluice_proxy_pods proxy=other": 1,
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+// proxied is an upstream of three proxies.
+type proxied struct{}
+
+func (proxied) Status() attach.UpstreamStatus {
+	return attach.UpstreamStatus{Ready: true, Proxies: []attach.ProxyStatus{
+		{Name: "one", Pods: 2}, {Name: "one", Pods: 3}, {Name: "other", Pods: 1, Hangs: true},
+	}}
 }

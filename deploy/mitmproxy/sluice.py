@@ -32,6 +32,15 @@ RECONNECT = 0.25  # seconds
 # Beside the link-local ones, the addresses at which clouds serve a node's credentials.
 METADATA = {ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_address("fd20:ce::254")}
 
+
+def log(level: int, text: str, *args: Any) -> None:
+    """To where this version of mitmproxy shows it."""
+    if version.VERSION.startswith("8."):
+        ctx.log("sluice: " + text % args, logging.getLevelName(level).lower().replace("warning", "warn"))
+    else:
+        logging.log(level, "sluice: " + text, *args)
+
+
 # The facts of the pod whose connection the current task serves.
 current: contextvars.ContextVar[Optional[dict]] = contextvars.ContextVar("sluice", default=None)
 
@@ -96,7 +105,7 @@ class Listeners:
         except OSError as e:
             loop.remove_reader(listener.sock)
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                logging.warning("sluice: accepting for %s: %s", listener.pod["name"], e)
+                log(logging.WARNING, "accepting for %s: %s", listener.pod["name"], e)
                 loop.call_later(1, self._watch, listener)
             return  # else it was shut: the word to let go of it is on its way
         conn.setblocking(False)
@@ -156,7 +165,7 @@ class Session:
                 await self._talk()
             except (OSError, EOFError, ValueError, KeyError) as e:
                 if said != repr(e):
-                    logging.warning("sluice: %s: %s; trying again", self.path, e)
+                    log(logging.WARNING, "%s: %s; trying again", self.path, e)
                 said = repr(e)
             await asyncio.sleep(RECONNECT)
 
@@ -191,7 +200,7 @@ class Session:
         kind = message["kind"]
         if kind == "hello":
             self.node = message.get("node", "")
-            logging.info("sluice: connected to sluiced at %s", self.path)
+            log(logging.INFO, "connected to sluiced at %s", self.path)
         elif kind == "attach":
             if len(sockets) != len(message["listeners"]):
                 raise ValueError(f"{len(sockets)} sockets for {len(message['listeners'])} listeners")
@@ -340,7 +349,7 @@ class Sluice:
         except OSError as e:
             why = str(e)
         if why:
-            logging.warning("sluice: %s: connection refused: %s", listener.pod["name"], why)
+            log(logging.WARNING, "%s: connection refused: %s", listener.pod["name"], why)
             conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
             conn.close()
             return
