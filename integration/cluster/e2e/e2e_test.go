@@ -53,15 +53,14 @@ func TestSluice(t *testing.T) {
 			a, err := attachment(ctx, c, namespace+"/captured")
 			return a.State == "captured" && a.Waiting == 1 && running(ctx, c, "plain"), err
 		}))
+		must(t, eventually(ctx, "the pod without the label has been answered", func() (bool, error) { return askedBy(ctx, t, c) > 0, nil }))
 		if got := askedBy(ctx, t, c); got != 1 {
 			t.Errorf("the server was asked %d times, want once, by the pod without the label", got)
 		}
 		applyExamples(ctx, t, c)
 		must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
 		must(t, eventually(ctx, "the pod runs, its request is complete", func() (bool, error) { return running(ctx, c, "captured"), nil }))
-		if got := seenByProxy(ctx, t, c); got != 1 {
-			t.Errorf("the proxy saw %d requests, want 1", got)
-		}
+		wantSeen(ctx, t, c, 0, 1)
 	})
 	step(t, "the examples of waiting without capture end through the proxy", checkExamples)
 	step(t, "who did not opt in, or may not, is left alone", func(ctx context.Context, t *testing.T, c *envconf.Config) {
@@ -154,9 +153,7 @@ func TestSluice(t *testing.T) {
 				return strings.Contains(logs(ctx, t, c, namespace, name), "complete"), nil
 			}))
 		}
-		if got := seenByProxy(ctx, t, c) - seen; got != 1 {
-			t.Errorf("the proxy saw %d of the two requests, want that of the labelled pod", got)
-		}
+		wantSeen(ctx, t, c, seen, 1) // that of the labelled pod
 		must(t, eventually(ctx, "the daemon is back", func() (bool, error) { return rolledOut(ctx, c, system, "sluice") }))
 	})
 	step(t, "the upstream is found by its labels, and by its service", upstreamKinds)
@@ -284,6 +281,17 @@ func seenByProxy(ctx context.Context, t *testing.T, c *envconf.Config) (seen int
 	return seen
 }
 
+// wantSeen wants the proxy to log so many requests more than before. Its log comes later than its answers.
+func wantSeen(ctx context.Context, t *testing.T, c *envconf.Config, before, want int) {
+	t.Helper()
+	must(t, eventually(ctx, fmt.Sprintf("the proxy has logged %d requests", want), func() (bool, error) {
+		return seenByProxy(ctx, t, c) >= before+want, nil
+	}))
+	if got := seenByProxy(ctx, t, c) - before; got != want {
+		t.Errorf("the proxy saw %d requests, want %d", got, want)
+	}
+}
+
 // wantSeenAs wants the proxy to have seen a pod by its own address.
 func wantSeenAs(ctx context.Context, t *testing.T, c *envconf.Config, pod string) {
 	t.Helper()
@@ -315,9 +323,11 @@ func checkAsk(ctx context.Context, t *testing.T, c *envconf.Config, pod string, 
 		if out, err := inPod(ctx, c, namespace, pod, "wget", "-q", "-O-", url); err != nil || out != "hello\n" {
 			t.Fatalf("%s asks %s: got %q, %v", pod, url, out, err)
 		}
-		if got := seenByProxy(ctx, t, c) > before; got != captured {
-			t.Errorf("%s asks %s: the proxy saw it %t", pod, url, got)
+		want := 0
+		if captured {
+			want = 1
 		}
+		wantSeen(ctx, t, c, before, want)
 	}
 }
 

@@ -97,12 +97,8 @@ func withoutAPIServer(ctx context.Context, t *testing.T, c *envconf.Config) {
 	}))
 	onDisk("they complete theirs when it is back", "cd "+base+"/unknown && grep hello unknown && grep hello unknown-plain")
 	must(t, eventually(ctx, "the daemon is ready", func() (bool, error) { return rolledOut(ctx, c, system, "sluice") }))
-	if got := seenByProxy(ctx, t, c) - seen; got != 2 {
-		t.Errorf("the proxy saw %d of the four requests, want those of the two labelled pods", got)
-	}
-	if got := askedBy(ctx, t, c) - asked; got != 4 {
-		t.Errorf("the server was asked %d times, want 4", got)
-	}
+	wantSeen(ctx, t, c, seen, 2) // those of the labelled pods
+	must(t, eventually(ctx, "the server has logged all four requests", func() (bool, error) { return askedBy(ctx, t, c) == asked+4, nil }))
 	for _, pods := range []map[string]map[string]string{known, unknown} {
 		for name := range pods {
 			must(t, client(c).Delete(ctx, newPod(name, namespace, nil, "", "")))
