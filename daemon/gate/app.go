@@ -151,8 +151,13 @@ func (d *diag) dump(family uint8, c *Counts) error {
 	return errors.Join(cerr, err)
 }
 
+// buffers are for what the kernel dumps: no smaller, says netlink(7).
+var buffers = sync.Pool{New: func() any { return new([32 << 10]byte) }}
+
 func hearDump(fd int, c *Counts) error {
-	hear := make([]byte, 32<<10) // no less, says netlink(7)
+	buffer := buffers.Get().(*[32 << 10]byte)
+	defer buffers.Put(buffer)
+	hear := buffer[:]
 	for {
 		n, _, err := unix.Recvfrom(fd, hear, unix.MSG_DONTWAIT) // the kernel answers while it is asked
 		if err != nil {

@@ -116,9 +116,9 @@ func (b *bench) waitingSockets() {
 
 // sharedSockets compares two processes of mitmdump that share the sockets with one.
 func (b *bench) sharedSockets() {
-	for1, rounds := 5*time.Second, 5
+	for1, rounds := time.Second, 5 // no more connections than the pod has ports: those that have ended wait for a minute
 	if b.short {
-		for1, rounds = time.Second, 2
+		rounds = 2
 	}
 	n := b.newSocketsNode()
 	d := n.StartDaemon()
