@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"os"
 	"slices"
 
@@ -13,16 +14,48 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/kube"
 	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // everything is the source that captures whatever the plugin asks about; annotations are the runtime's.
 func everything(conf config.Config) agent.Source {
 	return agent.Decide(func(a attach.Attachment, interfaces []string) (attach.Decision, error) {
-		return optin.Decide(conf, optin.Pod{Annotations: a.Annotations}, interfaces)
+		d, err := optin.Decide(conf, optin.Pod{Annotations: a.Annotations}, interfaces)
+		if err != nil {
+			return d, err
+		}
+		return d, exempt(d.Ruleset, a.IPs, nil)
 	})
+}
+
+// exempt leaves out of inbound capture what this node and its proxies, at their addresses, connect to a pod for:
+// kubelet's probes, and what the proxy has captured and passes on.
+func exempt(r *ruleset.Ruleset, pod, proxies []netip.Addr) error {
+	if r == nil || len(r.InboundPorts) == 0 {
+		return nil
+	}
+	from := slices.Clone(proxies)
+	if r.Upstream.IsValid() {
+		from = append(from, r.Upstream.Addr())
+	}
+	for _, a := range pod {
+		node, err := gate.SourceTo(a)
+		if err != nil {
+			return fmt.Errorf("looking for the way from this node to %s: %w", a, err)
+		}
+		if node.IsValid() {
+			from = append(from, node)
+		}
+	}
+	slices.SortFunc(from, netip.Addr.Compare) // rulesets are compared
+	for _, a := range slices.Compact(from) {
+		r.ExcludeSources = append(r.ExcludeSources, netip.PrefixFrom(a, a.BitLen()))
+	}
+	return nil
 }
 
 // labelled is the source that captures what labels opt in.
@@ -46,7 +79,11 @@ func (l labelled) Decide(ctx context.Context, a attach.Attachment, interfaces []
 	if err != nil {
 		return attach.Decision{}, err
 	}
-	return optin.Decide(l.conf, pod, interfaces)
+	d, err := optin.Decide(l.conf, pod, interfaces)
+	if err != nil {
+		return d, err
+	}
+	return d, exempt(d.Ruleset, a.IPs, l.Proxies())
 }
 
 // newNode connects to the API server: in a pod as its service account, elsewhere by a kubeconfig.

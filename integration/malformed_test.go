@@ -132,7 +132,7 @@ func TestMalformedAnnotations(t *testing.T) {
 		"quic":                   {"maybe", ""},
 		"when-late":              {"never", "direct"},
 		"late-timeout":           {"soon", "-1s", "10m"},
-		"capture-inbound-ports":  {"8080", "x"},
+		"capture-inbound-ports":  {"*", "8080 8081"},
 		"exclude-outbound-port":  {"80"},
 		"":                       {"x"},
 	} {

@@ -34,7 +34,7 @@ var drifts = []struct {
 	},
 	{
 		"no SYN gate", []string{"iptables -t mangle -F SLUICE_INPUT"},
-		[]string{"flush chain ip sluice-mangle SLUICE_INPUT"}, "IPv4.*-A SLUICE_INPUT -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
+		[]string{"flush chain ip sluice-mangle SLUICE_INPUT"}, "IPv4.*-A SLUICE_INPUT -p tcp -m tcp --dport 15001 -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
 	},
 	{
 		"no nested containers", []string{"ip6tables -t nat -F SLUICE_PREROUTING"},

@@ -5,6 +5,7 @@ package agent
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
 	"net/netip"
@@ -15,6 +16,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/optin"
+	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -145,7 +147,7 @@ func (a *Agent) Attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 	}
 	n := a.enter(id)
 	defer a.leave(n)
-	d, err := a.source.Decide(ctx, at, a.interfaces(n, at.IfName), true)
+	d, err := a.decide(ctx, n, at, true)
 	if errors.Is(err, optin.ErrUnknown) {
 		return a.hold(n, at, err), nil
 	}
@@ -155,7 +157,7 @@ func (a *Agent) Attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 		return attach.Decision{}, &attach.RefusedError{Message: err.Error(), Final: true}
 	}
 	if d.Capture {
-		if err := a.open(n, at); err != nil {
+		if err := a.open(n, at, *d.Ruleset); err != nil {
 			a.log.Error("attachment refused", "attachment", at.String(), "err", err)
 			return attach.Decision{}, &attach.RefusedError{Message: err.Error()}
 		}
@@ -282,40 +284,67 @@ func (a *Agent) forget(id attach.ID) *attach.Record {
 	return r
 }
 
-// open opens the gate of n and starts to serve it; an open one stays.
-func (a *Agent) open(n *netns, at attach.Attachment) error {
-	if n.gate != nil {
-		return nil
+// open opens the gate of n as far as r needs it, and starts to serve it; what is open stays.
+func (a *Agent) open(n *netns, at attach.Attachment, r ruleset.Ruleset) error {
+	var inbound []netip.Addr
+	if len(r.InboundPorts) > 0 {
+		if inbound = a.addresses(n, at); len(inbound) == 0 {
+			return errors.New("its addresses are not known, so nothing can listen at them for what it is sent")
+		}
 	}
-	var g *gate.Gate
-	var err error
-	if files := a.inherit(n.id); files != nil {
-		g, err = gate.Adopt(at.Netns, files)
-	} else {
-		g, err = gate.Open(at.Netns)
+	g, err := n.gate, error(nil)
+	if g == nil {
+		g, err = a.newGate(n.id, at.Netns)
 	}
 	if err != nil {
 		return err
 	}
+	wide, err := g.Widen(at.Netns, inbound)
+	if err == nil && len(wide.Listeners) > unixsock.MaxFiles {
+		err = fmt.Errorf("no more than %d addresses can be captured inbound", unixsock.MaxFiles-2)
+	}
+	if err != nil {
+		if n.gate == nil {
+			err = errors.Join(err, g.Close())
+		}
+		return err
+	}
+	if wide == n.gate {
+		return nil
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	n.gate = g
 	if n.acceptor == nil {
 		n.acceptor = a.accept(n.id, at.Pod, at.IPs)
+	}
+	return a.serve(n, wide)
+}
+
+// newGate takes the listeners that were handed over for a netns, or opens new ones.
+func (a *Agent) newGate(id attach.NetnsID, path string) (*gate.Gate, error) {
+	if files := a.inherit(id); files != nil {
+		return gate.Adopt(path, files)
+	}
+	return gate.Open(path)
+}
+
+// serve begins to accept at g, in the place of the gate that n has had, if any. It is for who holds mu.
+func (a *Agent) serve(n *netns, g *gate.Gate) error {
+	if n.gate != nil {
+		n.refuse(errLeft)
+		if err := errors.Join(g.Pause(), g.Resume()); err != nil { // ends who accepts at what both have
+			return err
+		}
 	}
 	if n.ctx == nil {
 		n.ctx, n.stop = context.WithCancel(context.Background())
 	}
-	a.serve(n)
-	return nil
-}
-
-// serve accepts at the gate of n. It is for who holds mu.
-func (a *Agent) serve(n *netns) {
+	n.gate = g
 	accepting, refuse := context.WithCancelCause(n.ctx)
 	n.refuse = refuse
-	ctx, g, acceptor := n.ctx, n.gate, n.acceptor
+	ctx, acceptor := n.ctx, n.acceptor
 	a.serving.Go(func() { acceptor.Serve(ctx, accepting, g) })
+	return nil
 }
 
 // release lets go of the gate of n, and leaves it to whoever else holds it. What came through it goes on.
@@ -368,6 +397,25 @@ func (a *Agent) interfaces(n *netns, ifName string) []string {
 		names[other.IfName] = true
 	}
 	return slices.Sorted(maps.Keys(names))
+}
+
+// addresses are those of a netns, with those that it is about to have.
+func (a *Agent) addresses(n *netns, at attach.Attachment) []netip.Addr {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	all := slices.Clone(at.IPs)
+	for _, other := range n.attachments {
+		all = append(all, other.IPs...)
+	}
+	slices.SortFunc(all, netip.Addr.Compare)
+	return slices.Compact(all)
+}
+
+// decide asks what becomes of an attachment in n.
+func (a *Agent) decide(ctx context.Context, n *netns, at attach.Attachment, live bool) (attach.Decision, error) {
+	interfaces := a.interfaces(n, at.IfName)
+	at.IPs = a.addresses(n, at)
+	return a.source.Decide(ctx, at, interfaces, live)
 }
 
 // Status describes the attachments, by pod.

@@ -127,12 +127,9 @@ func (a *Agent) resume() {
 		if n.gate == nil {
 			continue
 		}
-		if err := n.gate.Resume(); err != nil {
+		if err := a.serve(n, n.gate); err != nil {
 			a.log.Error("accepting again", "err", err)
-			continue
 		}
-		n.refuse(errLeft)
-		a.serve(n)
 	}
 }
 

@@ -122,7 +122,11 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
 	}
 	a.join(n, &r) // it may tell more than was known when it was attached
 	if r.State == attach.Captured {
-		if err := a.open(n, r.Attachment); err != nil {
+		var was ruleset.Ruleset
+		if r.Installed != nil {
+			was = r.Installed.Ruleset
+		}
+		if err := a.open(n, r.Attachment, was); err != nil {
 			return err
 		}
 	}
@@ -155,7 +159,7 @@ func (a *Agent) settle(ctx context.Context, n *netns, r attach.Record) error {
 	if r.State != attach.Passed && r.Installed == nil {
 		return errors.New("its record has no ruleset")
 	}
-	d, err := a.source.Decide(ctx, r.Attachment, a.interfaces(n, r.IfName), false)
+	d, err := a.decide(ctx, n, r.Attachment, false)
 	switch {
 	case errors.Is(err, optin.ErrUnknown) && r.State != attach.Provisional:
 		return nil
@@ -201,7 +205,7 @@ func equal(x, y ruleset.Ruleset) bool {
 
 func (a *Agent) capture(ctx context.Context, n *netns, r *attach.Record, want ruleset.Ruleset) error {
 	if r.State != attach.Provisional {
-		if err := a.open(n, r.Attachment); err != nil { // before anything can arrive
+		if err := a.open(n, r.Attachment, want); err != nil { // before anything can arrive
 			return err
 		}
 	}
@@ -219,14 +223,15 @@ func (a *Agent) capture(ctx context.Context, n *netns, r *attach.Record, want ru
 			return err
 		}
 	}
-	return a.open(n, r.Attachment)
+	return a.open(n, r.Attachment, want)
 }
 
 // drain ends the capture of new connections. Rules stay, because those that were redirected need the kernel's
 // nat for as long as they are open: its hooks go with the last nat chain. closeUnused takes the rest away.
 func (a *Agent) drain(ctx context.Context, r *attach.Record) error {
 	nothing := r.Installed.Ruleset
-	nothing.ExcludeCIDRs = []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
+	everywhere := []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
+	nothing.ExcludeCIDRs, nothing.ExcludeSources = everywhere, everywhere
 	in, err := ruleset.Apply(ctx, r.Netns, nothing, r.Installed.Backend, r.Installed)
 	if err != nil {
 		return err
@@ -286,7 +291,8 @@ func (a *Agent) again(ctx context.Context, r attach.Record) error {
 	return a.settle(ctx, n, *now)
 }
 
-// closeUnused takes away what is left of captures that have ended, when the last of their connections has.
+// closeUnused takes away what is left of captures that have ended, when the last of their connections has: of inbound
+// ones, those that wait to be accepted.
 func (a *Agent) closeUnused(ctx context.Context) {
 	for _, n := range a.all() {
 		n.changing.Lock()
@@ -295,9 +301,33 @@ func (a *Agent) closeUnused(ctx context.Context) {
 				a.note(r, a.clear(ctx, n, r))
 			}
 			a.shut(n)
+		} else if a.outboundOnly(n) {
+			a.complain(a.narrow(n))
 		}
 		n.changing.Unlock()
 	}
+}
+
+// outboundOnly tells whether n has a gate, and rules that lead nothing inbound to it.
+func (a *Agent) outboundOnly(n *netns) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, r := range n.attachments {
+		if r.Installed == nil || len(r.Installed.Ruleset.InboundPorts) > 0 {
+			return false
+		}
+	}
+	return n.gate != nil
+}
+
+func (a *Agent) narrow(n *netns) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	narrow, err := n.gate.Narrow()
+	if narrow != n.gate {
+		err = errors.Join(err, a.serve(n, narrow))
+	}
+	return err
 }
 
 func (a *Agent) clear(ctx context.Context, n *netns, r attach.Record) error {

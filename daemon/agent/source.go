@@ -11,7 +11,8 @@ import (
 
 // Source says what is wanted of the node's pods, and is told what became of them.
 type Source interface {
-	// Decide says what becomes of an attachment, given every interface through which its container is attached.
+	// Decide says what becomes of an attachment, given every interface through which its container is attached, and with
+	// every address that it has.
 	// optin.ErrUnknown means to ask again later; any other error is final for the attachment as it is. live is to
 	// take the time, up to seconds, to ask for what is not known.
 	Decide(ctx context.Context, a attach.Attachment, interfaces []string, live bool) (attach.Decision, error)

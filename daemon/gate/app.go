@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
 	"sync"
 	"syscall"
 	"unsafe"
@@ -113,9 +114,15 @@ func (d *diag) lookup(src, dst netip.AddrPort) (AppState, error) {
 // somebody has accepted and still has, with what these have carried.
 func (g *Gate) Counts() (Counts, error) {
 	var c Counts
-	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
-		if err := g.diag.dump(family, &c); err != nil {
-			return c, err
+	ports := []uint16{ruleset.OutboundPort}
+	if slices.ContainsFunc(g.Listeners, (*Listener).Inbound) {
+		ports = append(ports, ruleset.InboundPort)
+	}
+	for _, port := range ports {
+		for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
+			if err := g.diag.dump(family, port, &c); err != nil {
+				return c, err
+			}
 		}
 	}
 	waiting, err := g.Queued()
@@ -127,15 +134,15 @@ func (g *Gate) Counts() (Counts, error) {
 // alive are the states of connections in which somebody still has the socket (net/tcp_states.h).
 const alive = 1<<1 | 1<<4 | 1<<5 | 1<<8 | 1<<9 | 1<<11 // ESTABLISHED, FIN_WAIT1 and 2, CLOSE_WAIT, LAST_ACK, CLOSING
 
-// dump adds the connections of one family to c.
-func (d *diag) dump(family uint8, c *Counts) error {
+// dump adds the connections of one family that came to a port to c.
+func (d *diag) dump(family uint8, port uint16, c *Counts) error {
 	req := inetDiagReq{
 		header: unix.NlMsghdr{
 			Len: uint32(unsafe.Sizeof(inetDiagReq{})), Type: sockDiagByFamily, Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
 		},
 		family: family, protocol: unix.IPPROTO_TCP, states: alive, ext: 1 << (inetDiagInfo - 1),
 	}
-	binary.BigEndian.PutUint16(req.id.sport[:], ruleset.OutboundPort)
+	binary.BigEndian.PutUint16(req.id.sport[:], port)
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	raw, err := d.file.SyscallConn()

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"slices"
 	"time"
@@ -17,19 +18,26 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// Gate is the listeners of one pod, one for each address family. They pin the netns until Close.
+// Gate is the listeners of one pod: for what it sends out one for each address family, for what it is sent one for
+// each of its addresses. They pin the netns until Close.
 type Gate struct {
 	Listeners []*Listener
 	diag      *diag
 }
 
 // Listener is a listening socket in a pod's netns.
-type Listener struct{ file *os.File }
+type Listener struct {
+	file *os.File
+	at   netip.AddrPort
+}
+
+// Inbound tells whether l takes connections to the pod, rather than those that the pod makes.
+func (l *Listener) Inbound() bool { return l.at.Port() == ruleset.InboundPort }
 
 // backlog is more than any net.core.somaxconn: the kernel takes the smaller of the two.
 const backlog = 1 << 16
 
-// Open listens on every address of the netns at path. Wildcards, because what a nested container sends is
+// Open listens for what the pod in the netns at path sends. Wildcards, because what a nested container sends is
 // redirected to the address of the bridge it came in by.
 func Open(path string) (*Gate, error) {
 	g := &Gate{}
@@ -37,37 +45,91 @@ func Open(path string) (*Gate, error) {
 		if g.diag, err = openDiag(); err != nil {
 			return err
 		}
-		for _, at := range []unix.Sockaddr{
-			&unix.SockaddrInet4{Port: ruleset.OutboundPort},
-			&unix.SockaddrInet6{Port: ruleset.OutboundPort},
-		} {
-			l, err := listen(at)
-			if errors.Is(err, unix.EAFNOSUPPORT) {
-				continue // a kernel without IPv6
-			}
-			if err != nil {
-				return err
-			}
-			g.Listeners = append(g.Listeners, l)
-		}
-		return nil
+		g.Listeners, err = listenAll([]netip.AddrPort{
+			netip.AddrPortFrom(netip.IPv4Unspecified(), ruleset.OutboundPort),
+			netip.AddrPortFrom(netip.IPv6Unspecified(), ruleset.OutboundPort),
+		})
+		return err
 	})
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("listening on port %d in netns %s: %w", ruleset.OutboundPort, path, err), g.Close())
+		return nil, errors.Join(fmt.Errorf("listening in netns %s: %w", path, err), g.Close())
 	}
 	return g, nil
+}
+
+// Widen listens also for what the pod in the netns at path is sent, at its addresses. It returns g if g does so already,
+// or else a gate that takes the place of g, and has its listeners.
+func (g *Gate) Widen(path string, addresses []netip.Addr) (*Gate, error) {
+	var missing []netip.AddrPort
+	for _, a := range addresses {
+		at := netip.AddrPortFrom(a, ruleset.InboundPort)
+		if !slices.ContainsFunc(g.Listeners, func(l *Listener) bool { return l.at == at }) {
+			missing = append(missing, at)
+		}
+	}
+	if len(missing) == 0 {
+		return g, nil
+	}
+	var more []*Listener
+	err := ns.WithNetNSPath(path, func(ns.NetNS) (err error) {
+		more, err = listenAll(missing)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listening in netns %s: %w", path, err)
+	}
+	return &Gate{slices.Concat(g.Listeners, more), g.diag}, nil
+}
+
+// Narrow undoes Widen, unless connections wait in the listeners that would go.
+func (g *Gate) Narrow() (*Gate, error) {
+	inbound := &Gate{}
+	narrow := &Gate{diag: g.diag}
+	for _, l := range g.Listeners {
+		if l.Inbound() {
+			inbound.Listeners = append(inbound.Listeners, l)
+		} else {
+			narrow.Listeners = append(narrow.Listeners, l)
+		}
+	}
+	if waiting, err := inbound.Queued(); err != nil || waiting > 0 || len(inbound.Listeners) == 0 {
+		return g, err
+	}
+	return narrow, errors.Join(inbound.Shut(), inbound.Close())
+}
+
+// listenAll listens at all of the addresses, but for those of a family that the kernel does not have.
+func listenAll(at []netip.AddrPort) ([]*Listener, error) {
+	var all []*Listener
+	for _, a := range at {
+		l, err := listen(a)
+		if errors.Is(err, unix.EAFNOSUPPORT) {
+			continue
+		}
+		if err != nil {
+			g := Gate{Listeners: all}
+			return nil, errors.Join(fmt.Errorf("port %d of %s: %w", a.Port(), a.Addr(), err), g.Close())
+		}
+		all = append(all, l)
+	}
+	return all, nil
 }
 
 // Adopt makes a gate of the listeners of another, handed over by the process that held them, in the netns at path.
 func Adopt(path string, listeners []*os.File) (*Gate, error) {
 	g := &Gate{}
 	for _, f := range listeners {
-		g.Listeners = append(g.Listeners, &Listener{f})
+		g.Listeners = append(g.Listeners, &Listener{file: f})
 	}
 	err := ns.WithNetNSPath(path, func(ns.NetNS) (err error) {
 		g.diag, err = openDiag()
 		return err
 	})
+	for _, l := range g.Listeners {
+		var berr error
+		l.at, berr = l.boundTo()
+		err = errors.Join(err, berr)
+	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("taking over listeners in netns %s: %w", path, err), g.Close())
 	}
@@ -91,7 +153,7 @@ func Cookies(sockets []*os.File) ([]uint64, error) {
 	cookies := make([]uint64, len(sockets))
 	for i, f := range sockets {
 		var err error
-		cerr := (&Listener{f}).control(func(fd int) { cookies[i], err = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE) })
+		cerr := (&Listener{file: f}).control(func(fd int) { cookies[i], err = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE) })
 		if err := errors.Join(cerr, err); err != nil {
 			return nil, fmt.Errorf("SO_COOKIE: %w", err)
 		}
@@ -105,31 +167,38 @@ func Belong(sockets []*os.File, id attach.NetnsID) error {
 	for _, f := range sockets {
 		var netns uint64
 		var listens int
-		var at unix.Sockaddr
-		var errs [3]error
-		cerr := (&Listener{f}).control(func(fd int) {
+		var errs [2]error
+		l := &Listener{file: f}
+		cerr := l.control(func(fd int) {
 			netns, errs[0] = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
 			listens, errs[1] = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN)
-			at, errs[2] = unix.Getsockname(fd)
 		})
-		if err := errors.Join(append(errs[:], cerr)...); err != nil {
+		at, err := l.boundTo()
+		if err := errors.Join(errs[0], errs[1], cerr, err); err != nil {
 			return err
 		}
-		if netns != id.Cookie || netns == 0 || listens == 0 || portOf(at) != ruleset.OutboundPort {
-			return fmt.Errorf("it does not listen on port %d of netns %s", ruleset.OutboundPort, id)
+		ours := at.Port() == ruleset.OutboundPort || at.Port() == ruleset.InboundPort
+		if netns != id.Cookie || netns == 0 || listens == 0 || !ours {
+			return fmt.Errorf("it does not listen on a capture port of netns %s", id)
 		}
 	}
 	return nil
 }
 
-func portOf(a unix.Sockaddr) int {
-	switch a := a.(type) {
-	case *unix.SockaddrInet4:
-		return a.Port
-	case *unix.SockaddrInet6:
-		return a.Port
+// boundTo asks the kernel for the address of l.
+func (l *Listener) boundTo() (netip.AddrPort, error) {
+	var at unix.Sockaddr
+	var err error
+	if cerr := l.control(func(fd int) { at, err = unix.Getsockname(fd) }); cerr != nil {
+		return netip.AddrPort{}, cerr
 	}
-	return 0
+	switch at := at.(type) {
+	case *unix.SockaddrInet4:
+		return netip.AddrPortFrom(netip.AddrFrom4(at.Addr), uint16(at.Port)), nil
+	case *unix.SockaddrInet6:
+		return netip.AddrPortFrom(netip.AddrFrom16(at.Addr), uint16(at.Port)), nil
+	}
+	return netip.AddrPort{}, err
 }
 
 // Pause ends every Wait, as Close does, until Resume. What waits to be accepted goes on waiting.
@@ -146,16 +215,17 @@ func (g *Gate) deadline(t time.Time) error {
 	return errors.Join(errs...)
 }
 
-func listen(at unix.Sockaddr) (*Listener, error) {
-	family := unix.AF_INET
-	if _, is := at.(*unix.SockaddrInet6); is {
-		family = unix.AF_INET6
+func listen(at netip.AddrPort) (*Listener, error) {
+	family := unix.AF_INET6
+	var to unix.Sockaddr = &unix.SockaddrInet6{Port: int(at.Port()), Addr: at.Addr().As16()}
+	if at.Addr().Is4() {
+		family, to = unix.AF_INET, &unix.SockaddrInet4{Port: int(at.Port()), Addr: at.Addr().As4()}
 	}
 	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("socket: %w", err)
 	}
-	l := &Listener{os.NewFile(uintptr(fd), "gate")}
+	l := &Listener{os.NewFile(uintptr(fd), "gate"), at}
 	fail := func(step string, err error) (*Listener, error) {
 		return nil, errors.Join(fmt.Errorf("%s: %w", step, err), l.file.Close())
 	}
@@ -171,7 +241,11 @@ func listen(at unix.Sockaddr) (*Listener, error) {
 	// What is accepted inherits it. The way to the app is within the node: where the node's default is BBR,
 	// its pacing would cost a third of the throughput. A kernel without cubic keeps its default.
 	_ = unix.SetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
-	if err := unix.Bind(fd, at); err != nil {
+	// An address that was just given to the pod may still be tentative: duplicates of it are looked for.
+	if err := unix.SetsockoptInt(fd, unix.SOL_IP, unix.IP_FREEBIND, 1); err != nil {
+		return fail("IP_FREEBIND", err)
+	}
+	if err := unix.Bind(fd, to); err != nil {
 		return fail("bind", err)
 	}
 	if err := unix.Listen(fd, backlog); err != nil {

@@ -215,7 +215,7 @@ func TestOpenFails(t *testing.T) {
 	h := netns.NewHost(t, "taken")
 	taken := h.Listen("[::1]:15001")
 	g, err := Open(h.Path())
-	if g != nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), "port 15001 in netns "+h.Path()) {
+	if g != nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), "netns "+h.Path()+": port 15001 of ::") {
 		t.Errorf("the port is taken: got %v, %v; want an error that names it", g, err)
 	}
 	_ = taken.Close()
@@ -280,6 +280,98 @@ func TestOriginalDestinationWithoutConntrack(t *testing.T) {
 		dial(t, h, direct)
 		if got, err := OriginalDestination(accept(t, g)); err == nil {
 			t.Errorf("%s: got %v, want an error", direct, got)
+		}
+	}
+}
+
+// TestWidenAndNarrow: what is open meanwhile stays open, and what waits is not reset.
+func TestWidenAndNarrow(t *testing.T) {
+	t.Parallel()
+	h, g := newPod(t)
+	addresses := []netip.Addr{netip.MustParseAddr("10.0.0.5"), netip.MustParseAddr("fd00::5")}
+	dial(t, h, webIPv4)
+	checkQueued(t, g, 1)
+	same, err := g.Widen(h.Path(), nil)
+	if err != nil || same != g {
+		t.Errorf("Widen for nothing: got %v, %v; want the same gate", same, err)
+	}
+	wide, err := g.Widen(h.Path(), addresses)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = wide.Close() })
+	if same, err := wide.Widen(h.Path(), addresses[:1]); err != nil || same != wide {
+		t.Errorf("Widen again: got %v, %v; want the same gate", same, err)
+	}
+	checkQueued(t, wide, 1)
+	dial(t, h, "10.0.0.5:15006")
+	dial(t, h, "[fd00::5]:15006")
+	checkQueued(t, wide, 3)
+	if c, err := wide.Counts(); err != nil || c.Waiting != 3 || c.Open != 0 {
+		t.Errorf("got %+v, %v; want 3 waiting", c, err)
+	}
+	if _, err := h.Dial(t.Context(), "tcp", "127.0.0.1:15006"); !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Errorf("at another address: got %v, want it refused", err)
+	}
+	if same, err := wide.Narrow(); err != nil || same != wide {
+		t.Errorf("Narrow while connections wait: got %v, %v; want the same gate", same, err)
+	}
+	for range 3 {
+		accept(t, wide)
+	}
+	if c, err := wide.Counts(); err != nil || c.Waiting != 0 || c.Open != 3 {
+		t.Errorf("got %+v, %v; want 3 open", c, err)
+	}
+	narrow, err := wide.Narrow()
+	if err != nil || len(narrow.Listeners) != 2 {
+		t.Fatalf("Narrow: got %v, %v; want the two listeners that were there first", narrow, err)
+	}
+	netns.Eventually(t, "nobody listens", func() bool { // programs that other tests fork hold the sockets for a moment too
+		_, err := h.Dial(t.Context(), "tcp", "10.0.0.5:15006")
+		return errors.Is(err, syscall.ECONNREFUSED)
+	})
+	dial(t, h, webIPv6)
+	checkQueued(t, narrow, 1)
+}
+
+// TestAdoptTellsInboundFromOutbound, also at an address that the netns does not have yet.
+func TestAdoptTellsInboundFromOutbound(t *testing.T) {
+	t.Parallel()
+	h, g := newPod(t)
+	wide, err := g.Widen(h.Path(), []netip.Addr{netip.MustParseAddr("198.51.100.2")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	adopted, err := Adopt(h.Path(), wide.Files())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = adopted.Close() })
+	for i, want := range []bool{false, false, true} {
+		if got := adopted.Listeners[i].Inbound(); got != want {
+			t.Errorf("listener %d: got inbound %t, want %t", i, got, want)
+		}
+	}
+	if same, err := adopted.Widen(h.Path(), []netip.Addr{netip.MustParseAddr("198.51.100.2")}); err != nil || same != adopted {
+		t.Errorf("Widen: got %v, %v; want the same gate", same, err)
+	}
+}
+
+func TestSourceTo(t *testing.T) {
+	t.Parallel()
+	h := netns.NewHost(t, "node")
+	h.IP("link", "add", "eth0", "type", "bridge")
+	h.IP("addr", "add", "10.1.0.1/24", "dev", "eth0")
+	h.IP("addr", "add", "fd01::1/64", "dev", "eth0", "nodad")
+	h.IP("link", "set", "eth0", "up")
+	for to, want := range map[string]string{"10.1.0.7": "10.1.0.1", "fd01::7": "fd01::1", "192.0.2.7": "", "2001:db8::7": ""} {
+		var got netip.Addr
+		err := h.Do(func() (err error) {
+			got, err = SourceTo(netip.MustParseAddr(to))
+			return err
+		})
+		if wanted, _ := netip.ParseAddr(want); err != nil || got != wanted {
+			t.Errorf("to %s: got %v, %v; want %q", to, got, err, want)
 		}
 	}
 }

@@ -217,14 +217,20 @@ func (n *Node) Running() []optin.Running {
 		if r.Facts, err = n.Cached(r.Pod); err != nil {
 			continue // its namespace will be seen
 		}
-		for _, ip := range p.Status.PodIPs {
-			if a, err := netip.ParseAddr(ip.IP); err == nil {
-				r.IPs = append(r.IPs, a)
-			}
-		}
+		r.IPs = addresses(p)
 		running = append(running, r)
 	}
 	return running
+}
+
+func addresses(p *corev1.Pod) []netip.Addr {
+	var all []netip.Addr
+	for _, ip := range p.Status.PodIPs {
+		if a, err := netip.ParseAddr(ip.IP); err == nil {
+			all = append(all, a)
+		}
+	}
+	return all
 }
 
 // all is every pod that was scheduled to this node.

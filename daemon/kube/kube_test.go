@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -200,6 +202,13 @@ func TestUpstreamsOwnPods(t *testing.T) {
 			where, err := n.Locate()
 			if where != tc.locate || (err == nil) != (tc.locate != "") {
 				t.Errorf("Locate: got %q, %v; want %q", where, err, tc.locate)
+			}
+			var proxies []netip.Addr
+			if tc.upstream {
+				proxies = []netip.Addr{netip.MustParseAddr("10.0.0.5"), netip.MustParseAddr("fd00::5")}
+			}
+			if got := n.Proxies(); !slices.Equal(got, proxies) {
+				t.Errorf("Proxies: got %v, want %v", got, proxies)
 			}
 		})
 	}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"slices"
 	"strconv"
 
@@ -134,4 +135,15 @@ func (n *Node) runsUpstream(p *corev1.Pod) (bool, error) {
 		}
 	}
 	return false, nil
+}
+
+// Proxies are the addresses of the pods on this node that the upstream runs in, as far as they are known.
+func (n *Node) Proxies() []netip.Addr {
+	var all []netip.Addr
+	for _, p := range n.all() {
+		if is, err := n.runsUpstream(p); err == nil && is {
+			all = append(all, addresses(p)...)
+		}
+	}
+	return all
 }

@@ -155,11 +155,8 @@ var annotations = map[string]func(*ruleset.Ruleset, string) error{
 		}
 		return nil
 	},
-	"capture-inbound-ports": func(_ *ruleset.Ruleset, v string) error {
-		ports, err := list(v, ruleset.ParsePortRange)
-		if err == nil && len(ports) > 0 {
-			return errors.New("inbound capture is not in this version yet")
-		}
+	"capture-inbound-ports": func(r *ruleset.Ruleset, v string) (err error) {
+		r.InboundPorts, err = list(v, ruleset.ParsePortRange)
 		return err
 	},
 }

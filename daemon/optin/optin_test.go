@@ -85,6 +85,12 @@ func TestAnnotations(t *testing.T) {
 		{"QUIC rejected", map[string]string{"sluice.dev/quic": "reject"}, func(*ruleset.Ruleset) {}},
 		{"late as it is", map[string]string{"sluice.dev/when-late": "queue", "sluice.dev/late-timeout": "0s"}, func(*ruleset.Ruleset) {}},
 		{"no inbound ports", map[string]string{"sluice.dev/capture-inbound-ports": ""}, func(*ruleset.Ruleset) {}},
+		{
+			"inbound ports", map[string]string{"sluice.dev/capture-inbound-ports": "8080, 9000-9001"},
+			func(r *ruleset.Ruleset) {
+				r.InboundPorts = append(ports(8080), ruleset.PortRange{First: 9000, Last: 9001})
+			},
+		},
 	} {
 		want := configured()
 		tc.change(&want)
@@ -119,7 +125,6 @@ func TestBadAnnotations(t *testing.T) {
 		{"late-timeout", "90", "want a duration"},
 		{"late-timeout", "-1s", "want a duration"},
 		{"late-timeout", "90s", "not in this version yet"},
-		{"capture-inbound-ports", "8080", "not in this version yet"},
 		{"capture-inbound-ports", "x", `"x"`},
 		{"include-ports", "80", "unknown; known are capture-inbound-ports, "},
 		{"", "x", "unknown"},

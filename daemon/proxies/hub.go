@@ -64,8 +64,8 @@ type Pod struct {
 	pod attach.Pod
 	ips []netip.Addr
 
-	mu   sync.Mutex
-	gate *gate.Gate // nil while it is not served
+	mu    sync.Mutex
+	offer *offer // nil while it is not served
 }
 
 // For makes a pod, by the netns that it is in.
@@ -82,29 +82,40 @@ func (p *Pod) Serve(_, accepting context.Context, g *gate.Gate) {
 		return
 	}
 	o := &offer{id: p.id, pod: p.pod, ips: p.ips, gate: g, cookies: cookies}
-	p.set(g)
-	p.hub.put(o)
+	p.begin(accepting, o)
 	<-accepting.Done()
-	p.set(nil)
+	p.end(o)
 	if errors.Is(context.Cause(accepting), context.Canceled) {
 		p.hub.take(o)
 	}
 }
 
-func (p *Pod) set(g *gate.Gate) {
+// begin makes o what is offered, unless another was to take its place before it got here.
+func (p *Pod) begin(accepting context.Context, o *offer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.gate = g
+	if accepting.Err() == nil {
+		p.offer = o
+		p.hub.put(o)
+	}
+}
+
+func (p *Pod) end(o *offer) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.offer == o {
+		p.offer = nil
+	}
 }
 
 // Counts asks the kernel. What connections have carried that have ended is not known.
 func (p *Pod) Counts() gate.Counts {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.gate == nil {
+	if p.offer == nil {
 		return gate.Counts{}
 	}
-	c, err := p.gate.Counts()
+	c, err := p.offer.gate.Counts()
 	if err != nil {
 		p.hub.log.Warn("counting connections", "pod", p.pod.String(), "err", err)
 	}

@@ -284,8 +284,12 @@ func (p *proxy) describe(o *offer) message {
 	for _, ip := range o.ips {
 		m.Pod.IPs = append(m.Pod.IPs, ip.String())
 	}
-	for range o.gate.Listeners {
-		m.Listeners = append(m.Listeners, listener{Direction: "outbound"})
+	for _, l := range o.gate.Listeners {
+		direction := "outbound"
+		if l.Inbound() {
+			direction = "inbound"
+		}
+		m.Listeners = append(m.Listeners, listener{Direction: direction})
 	}
 	if len(p.labels) > 0 {
 		m.Pod.Labels = map[string]string{}

@@ -125,7 +125,7 @@ func (p *Pod) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Liste
 			}
 			continue
 		}
-		wg.Go(func() { p.serve(ctx, g, conn, slot) })
+		wg.Go(func() { p.serve(ctx, g, l.Inbound(), conn, slot) })
 	}
 }
 
@@ -153,7 +153,7 @@ func (r *Relay) enter(ctx context.Context) (*slot, error) {
 func (s *slot) leave() { s.once.Do(func() { <-s.slots }) }
 
 // serve owns conn: it is closed, or reset, when serve returns.
-func (p *Pod) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, slot *slot) {
+func (p *Pod) serve(ctx context.Context, g *gate.Gate, inbound bool, conn *net.TCPConn, slot *slot) {
 	defer slot.leave()
 	r := p.relay
 	log := r.log.With("pod", p.name.String(), "from", conn.RemoteAddr().String())
@@ -161,13 +161,20 @@ func (p *Pod) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, slot *
 	if err == nil {
 		err = permitted(dst)
 	}
+	src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
+	src = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
+	req := upstream.Request{Destination: dst, Source: p.source(src), Pod: p.name}
+	if inbound && err == nil {
+		req.Inbound, req.Source = true, src
+		err = notOwn(dst, src)
+	}
 	if err != nil {
 		log.Warn("connection refused", "to", dst.String(), "err", err)
 		reset(conn)
 		return
 	}
 	p.waiting.Add(1)
-	up, first, err := r.reach(ctx, conn, upstream.Request{Destination: dst, Source: p.source(conn), Pod: p.name}, slot)
+	up, first, err := r.reach(ctx, conn, req, slot)
 	p.waiting.Add(-1)
 	if err != nil {
 		log.Info("connection reset", "to", dst.String(), "err", err)
@@ -177,8 +184,6 @@ func (p *Pod) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, slot *
 	slot.leave()
 	log.Debug("connection relayed", "to", dst.String())
 	p.opened(conn)
-	src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
-	src = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
 	j := junction{
 		app: conn, up: up, halfClose: r.upstream.HalfClose(),
 		ending:   func(bytes uint64) { p.closed(conn, bytes) },
@@ -188,11 +193,10 @@ func (p *Pod) serve(ctx context.Context, g *gate.Gate, conn *net.TCPConn, slot *
 }
 
 // source is the pod's own address, whoever in the pod is asking, and the port that was asked from.
-func (p *Pod) source(conn *net.TCPConn) netip.AddrPort {
-	remote := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
+func (p *Pod) source(src netip.AddrPort) netip.AddrPort {
 	for _, ip := range p.ips {
-		if ip.Is4() == remote.Addr().Unmap().Is4() {
-			return netip.AddrPortFrom(ip, remote.Port())
+		if ip.Is4() == src.Addr().Is4() {
+			return netip.AddrPortFrom(ip, src.Port())
 		}
 	}
 	return netip.AddrPort{}
@@ -264,6 +268,16 @@ func permitted(dst netip.AddrPort) error {
 		return errors.New("metadata service: it would be asked in the node's name")
 	}
 	return nil
+}
+
+// notOwn reports an inbound connection that this node has made to the pod, for the upstream most likely: it would come
+// back for ever. As above, the rules do not redirect it.
+func notOwn(pod, src netip.AddrPort) error {
+	node, err := gate.SourceTo(pod.Addr())
+	if err == nil && src.Addr() == node {
+		err = errors.New("this node itself has made it: it would come back")
+	}
+	return err
 }
 
 // TCP states, net/tcp_states.h.

@@ -66,6 +66,7 @@ func connectRequest(req Request) string {
 		{"Sluice-Pod-Name", req.Pod.Name},
 		{"Sluice-Pod-UID", req.Pod.UID},
 		{"Sluice-Source", source(req.Source)},
+		{"Sluice-Direction", direction(req)},
 	} {
 		if h.value != "" {
 			fmt.Fprintf(&b, "%s: %s\r\n", h.name, h.value)
@@ -80,6 +81,14 @@ func source(s netip.AddrPort) string {
 		return ""
 	}
 	return s.String()
+}
+
+// direction is said of what is not the rule.
+func direction(req Request) string {
+	if req.Inbound {
+		return "inbound"
+	}
+	return ""
 }
 
 // lost tells a connection that ended, or that stayed silent for too long, from one that said something odd.

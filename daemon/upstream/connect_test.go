@@ -34,6 +34,10 @@ func TestConnectRequest(t *testing.T) {
 			"CONNECT [2001:db8::7]:80 HTTP/1.1\r\nHost: [2001:db8::7]:80\r\n" +
 				"Sluice-Pod-Namespace: ci\r\nSluice-Pod-Name: web-0\r\nSluice-Source: [fd00::5]:1\r\n\r\n",
 		},
+		"inbound": {
+			Request{Destination: netip.MustParseAddrPort("10.0.0.5:80"), Source: netip.MustParseAddrPort("192.0.2.7:40000"), Inbound: true},
+			"CONNECT 10.0.0.5:80 HTTP/1.1\r\nHost: 10.0.0.5:80\r\nSluice-Source: 192.0.2.7:40000\r\nSluice-Direction: inbound\r\n\r\n",
+		},
 		"nobody's": {
 			Request{Destination: netip.MustParseAddrPort("192.0.2.7:443")},
 			"CONNECT 192.0.2.7:443 HTTP/1.1\r\nHost: 192.0.2.7:443\r\n\r\n",
@@ -54,6 +58,22 @@ func TestConnectRequest(t *testing.T) {
 		if diff := cmp.Diff(tc.want, <-got); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", name, diff)
 		}
+	}
+}
+
+// TestInboundFromTheUpstreamItself would come back to it for ever: it is not even asked.
+func TestInboundFromTheUpstreamItself(t *testing.T) {
+	t.Parallel()
+	asked := make(chan string, 1)
+	p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
+		b, _ := io.ReadAll(conn)
+		asked <- string(b)
+	})
+	_, _, err := ask(t, p.Addr().String(), config.Connect, Request{
+		Destination: netip.MustParseAddrPort("10.0.0.5:80"), Source: netip.MustParseAddrPort("127.0.0.1:40000"), Inbound: true,
+	})
+	if got := <-asked; !errors.Is(err, ErrUnreachable) || got != "" {
+		t.Errorf("got %v, and it was asked %q; want ErrUnreachable and nothing", err, got)
 	}
 }
 

@@ -209,9 +209,11 @@ func (u *Upstream) Status() attach.UpstreamStatus {
 // Request is what the upstream is asked for.
 type Request struct {
 	Destination netip.AddrPort
-	// Source is the pod's address and the port that the connection came from.
+	// Source is the pod's address and the port that the connection came from; of an inbound one, the client's.
 	Source netip.AddrPort
 	Pod    attach.Pod
+	// Inbound is a connection to the pod.
+	Inbound bool
 }
 
 // HalfClose tells whether the upstream's protocol carries the end of one direction alone.
@@ -226,6 +228,10 @@ func (u *Upstream) Connect(ctx context.Context, req Request, dialled func()) (*n
 		return nil, nil, fmt.Errorf("%w: %w", ErrLate, err)
 	}
 	dialled()
+	if req.Inbound && conn.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap() == req.Source.Addr() {
+		_ = conn.Close() // nothing was asked on it
+		return nil, nil, fmt.Errorf("%w: the upstream itself has made the connection: it would come back", ErrUnreachable)
+	}
 	ask := askConnect
 	if u.protocol == config.SOCKS5 {
 		ask = askSOCKS5

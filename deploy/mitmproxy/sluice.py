@@ -256,6 +256,17 @@ def forbidden(destination: tuple, local: tuple) -> str:
     return ""
 
 
+def own(peername: tuple, pod: tuple) -> bool:
+    """Whether the proxy itself has made a connection to a pod: passed on, it would come back for ever."""
+    family = socket.AF_INET6 if ":" in peername[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect((pod[0], 9))  # looks the route up, and sends nothing
+        except OSError:
+            return False  # there is no way to it
+        return s.getsockname()[0] == peername[0]
+
+
 def front(master) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]]:
     """What serves one accepted connection in this version of mitmproxy, whatever mode its own server is in."""
     server = master.addons.get("proxyserver")
@@ -344,13 +355,17 @@ class Sluice:
         self.spawn(self._serve(conn, listener))
 
     async def _serve(self, conn: socket.socket, listener: Listener) -> None:
+        inbound = listener.direction == "inbound"
         try:
-            why = forbidden(platform.original_addr(conn), conn.getsockname())
+            destination = platform.original_addr(conn)
+            mine = inbound and own(conn.getpeername(), destination)
+            why = "the proxy itself has made it" if mine else forbidden(destination, conn.getsockname())
         except OSError as e:
-            why = str(e)
+            mine, why = False, str(e)
         if why:
             log(logging.WARNING, "%s: connection refused: %s", listener.pod["name"], why)
-            conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+            if not mine:  # mitmproxy 8 goes on for ever with one of its own that is reset before it has asked for its peer
+                conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
             conn.close()
             return
         conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -358,7 +373,7 @@ class Sluice:
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             current.set(listener.facts(self.session.node))
             peer = writer.get_extra_info("peername")
-            known = pod_address(peer, listener.pod["ips"])
+            known = peer if inbound else pod_address(peer, listener.pod["ips"])
             await self.front(reader, writer if known == peer else Writer(writer, known))
 
         def protocol() -> asyncio.StreamReaderProtocol:
@@ -381,6 +396,8 @@ class Sluice:
         if facts:
             flow.metadata.update(facts)
             flow.comment = facts["sluice.pod"] + (f" on {facts['sluice.node']}" if facts["sluice.node"] else "")
+            if facts["sluice.direction"] == "inbound":
+                flow.comment += ", inbound"
 
     def requestheaders(self, flow) -> None:
         self.mark(flow)
@@ -390,10 +407,10 @@ class Sluice:
 
     def http_connect(self, flow) -> None:
         """sluiced relays: which pod it is for stands in the headers."""
-        headers = {h: flow.request.headers.pop(f"Sluice-{h}", "") for h in ("Pod-Namespace", "Pod-Name", "Pod-UID", "Source")}
+        headers = {h: flow.request.headers.pop(f"Sluice-{h}", "") for h in ("Pod-Namespace", "Pod-Name", "Pod-UID", "Source", "Direction")}
         if headers["Pod-Name"] and self.believed(flow.client_conn.peername[0]):
             pod = {"namespace": headers["Pod-Namespace"], "name": headers["Pod-Name"], "uid": headers["Pod-UID"]}
-            facts = Listener(None, pod, "outbound").facts("")
+            facts = Listener(None, pod, headers["Direction"] or "outbound").facts("")
             if headers["Source"]:
                 facts["sluice.source"] = headers["Source"]
             self.clients[flow.client_conn.id] = facts

@@ -45,7 +45,7 @@ var iptablesDamages = []damage{
 		"a chain is deleted, and the jump to it",
 		[]string{"IPT -t mangle -D INPUT 1", "IPT -t mangle -F SLUICE_INPUT", "IPT -t mangle -X SLUICE_INPUT"},
 		[]string{
-			"IPv4 mangle: missing: -A INPUT -p tcp -m tcp --dport 15001 --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT",
+			"IPv4 mangle: missing: -A INPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT",
 			"IPv4 mangle SLUICE_INPUT: chain missing",
 		},
 	},
@@ -66,7 +66,7 @@ var iptablesDamages = []damage{
 	},
 	{
 		"rules change places",
-		[]string{"IPT -t mangle -D SLUICE_INPUT -j DROP", "IPT -t mangle -I SLUICE_INPUT -j DROP"},
+		[]string{"IPT -t mangle -D SLUICE_INPUT -p tcp --dport 15001 -j DROP", "IPT -t mangle -I SLUICE_INPUT -p tcp --dport 15001 -j DROP"},
 		[]string{"IPv4 mangle SLUICE_INPUT: rules out of order or repeated"},
 	},
 }
@@ -96,15 +96,15 @@ var nftablesDamages = []damage{
 	{
 		"a chain is deleted",
 		[]string{"nft delete chain ip sluice-mangle INPUT"},
-		[]string{"IPv4 table sluice-mangle chain INPUT: missing or changed: -A INPUT -p tcp -m tcp --dport 15001 --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT"},
+		[]string{"IPv4 table sluice-mangle chain INPUT: missing or changed: -A INPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT"},
 	},
 	{
 		"a table is deleted",
 		[]string{"nft delete table ip6 sluice-mangle"},
 		[]string{
-			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
-			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -j DROP",
-			"IPv6 table sluice-mangle chain INPUT: missing or changed: -A INPUT -p tcp -m tcp --dport 15001 --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT",
+			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -p tcp -m tcp --dport 15001 -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
+			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -p tcp -m tcp --dport 15001 -j DROP",
+			"IPv6 table sluice-mangle chain INPUT: missing or changed: -A INPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT",
 		},
 	},
 	{
@@ -127,11 +127,11 @@ var nftablesDamages = []damage{
 		"the gate is taken out of the guard",
 		[]string{
 			"nft flush chain ip sluice-mangle SLUICE_INPUT",
-			"nft add rule ip sluice-mangle SLUICE_INPUT ct status dnat return",
-			"nft add rule ip sluice-mangle SLUICE_INPUT drop",
+			"nft add rule ip sluice-mangle SLUICE_INPUT tcp dport 15001 ct status dnat return",
+			"nft add rule ip sluice-mangle SLUICE_INPUT tcp dport 15001 drop",
 		},
 		[]string{
-			"IPv4 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
+			"IPv4 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -p tcp -m tcp --dport 15001 -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
 			"IPv4 table sluice-mangle chain SLUICE_INPUT: unexpected: a rule that is not ours, handle ",
 		},
 	},

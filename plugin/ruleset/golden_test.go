@@ -42,6 +42,10 @@ var goldenCases = []struct {
 	{name: "quic-port-excluded", change: func(r *Ruleset) { r.ExcludePorts = []PortRange{{400, 500}} }},
 	{name: "quic-port-not-included", change: func(r *Ruleset) { r.IncludePorts = []PortRange{{80, 80}} }},
 	{name: "two-interfaces", change: func(r *Ruleset) { r.Interfaces = []string{"eth0", "net1"} }},
+	{name: "inbound", change: func(r *Ruleset) {
+		r.InboundPorts = []PortRange{{80, 80}, {8000, 8999}}
+		r.ExcludeSources = cidrs("10.0.0.1/32", "192.0.2.0/24", "fd00::1/128")
+	}},
 	{name: "no-syn-gate", change: func(*Ruleset) {}, noSYNGate: true},
 }
 

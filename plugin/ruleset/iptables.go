@@ -222,6 +222,9 @@ func document(f Family, tables []table, state func(table) (tableState, error)) (
 func appendRule(f Family, chain string, m match, t target) string {
 	w := []string{"-A", chain}
 	add := func(words ...string) { w = append(w, words...) }
+	if m.src.IsValid() && m.src.Bits() > 0 {
+		add("-s", prefix(m.src))
+	}
 	if m.dst.IsValid() && m.dst.Bits() > 0 {
 		add("-d", prefix(m.dst))
 	}
@@ -258,8 +261,8 @@ func appendRule(f Family, chain string, m match, t target) string {
 	switch t {
 	case targetReturn, targetDrop:
 		add("-j", string(t))
-	case targetRedirect:
-		add("-j", "REDIRECT", "--to-ports", strconv.Itoa(OutboundPort))
+	case targetOutbound, targetInbound:
+		add("-j", "REDIRECT", "--to-ports", strconv.Itoa(int(redirects[t])))
 	case targetReject:
 		with := map[Family]string{IPv4: "icmp-port-unreachable", IPv6: "icmp6-port-unreachable"}
 		add("-j", "REJECT", "--reject-with", with[f])

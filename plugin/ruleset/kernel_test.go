@@ -28,6 +28,8 @@ func rich() ruleset.Ruleset {
 		IncludeCIDRs:      []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24"), netip.MustParsePrefix("2000::/3"), netip.MustParsePrefix("203.0.113.7/32")},
 		ExcludeCIDRs:      append(ruleset.LinkLocal(), netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("2001:db8::7/128")),
 		ExcludeInterfaces: []string{"wg0", "docker0"},
+		InboundPorts:      []ruleset.PortRange{{First: 80, Last: 80}, {First: 1, Last: 65535}},
+		ExcludeSources:    []netip.Prefix{netip.MustParsePrefix("192.0.2.1/32"), netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("2001:db8::/32")},
 		RejectQUIC:        true,
 	}
 }
@@ -104,6 +106,8 @@ func TestCheckKnowsHowRulesAreListed(t *testing.T) {
 	for name, change := range map[string]func(*ruleset.Ruleset){
 		"CIDRs of a whole family": func(r *ruleset.Ruleset) {
 			r.IncludeCIDRs = []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}
+			r.InboundPorts = []ruleset.PortRange{{First: 80, Last: 80}}
+			r.ExcludeSources = r.IncludeCIDRs
 		},
 		"every port": func(r *ruleset.Ruleset) { r.IncludePorts = []ruleset.PortRange{{First: 1, Last: 65535}} },
 		"a port named twice": func(r *ruleset.Ruleset) {

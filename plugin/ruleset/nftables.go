@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"reflect"
 	"slices"
 	"strings"
@@ -207,17 +208,11 @@ func nftMatch(f Family, m match) []expr.Any {
 	if m.out != "" {
 		add(&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: reg}, equal(nftInterface(m.out)))
 	}
+	if m.src.IsValid() {
+		add(nftAddress(m.src, map[Family]uint32{IPv4: 12, IPv6: 8}[f])...)
+	}
 	if m.dst.IsValid() {
-		offset := map[Family]uint32{IPv4: 16, IPv6: 24}[f] // of the destination in the IP header
-		size := uint32(m.dst.Addr().BitLen() / 8)
-		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: size})
-		if m.dst.Bits() < m.dst.Addr().BitLen() {
-			add(&expr.Bitwise{
-				SourceRegister: reg, DestRegister: reg, Len: size,
-				Mask: net.CIDRMask(m.dst.Bits(), m.dst.Addr().BitLen()), Xor: make([]byte, size),
-			})
-		}
-		add(equal(m.dst.Addr().AsSlice()))
+		add(nftAddress(m.dst, map[Family]uint32{IPv4: 16, IPv6: 24}[f])...)
 	}
 	if m.dstLocal {
 		add(&expr.Fib{Register: reg, FlagDADDR: true, ResultADDRTYPE: true}, equal(binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL)))
@@ -256,6 +251,19 @@ func nftMatch(f Family, m match) []expr.Any {
 	return e
 }
 
+// nftAddress matches an address at an offset in the IP header.
+func nftAddress(p netip.Prefix, offset uint32) []expr.Any {
+	size := uint32(p.Addr().BitLen() / 8)
+	e := []expr.Any{&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: size}}
+	if p.Bits() < p.Addr().BitLen() {
+		e = append(e, &expr.Bitwise{
+			SourceRegister: reg, DestRegister: reg, Len: size,
+			Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen()), Xor: make([]byte, size),
+		})
+	}
+	return append(e, &expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: p.Addr().AsSlice()})
+}
+
 // nftBit matches when a bit of a conntrack key is set.
 func nftBit(key expr.CtKey, bit uint32) []expr.Any {
 	return []expr.Any{
@@ -279,10 +287,10 @@ func nftTarget(f Family, t target) []expr.Any {
 	case targetReject:
 		code := map[Family]uint8{IPv4: 3, IPv6: 4}[f] // port unreachable: RFC 792, RFC 4443
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
-	case targetRedirect:
+	case targetOutbound, targetInbound:
 		const protoSpecified = 2 // NF_NAT_RANGE_PROTO_SPECIFIED, linux/netfilter/nf_nat.h
 		return []expr.Any{
-			&expr.Immediate{Register: reg, Data: binary.BigEndian.AppendUint16(nil, OutboundPort)},
+			&expr.Immediate{Register: reg, Data: binary.BigEndian.AppendUint16(nil, redirects[t])},
 			&expr.Redir{RegisterProtoMin: reg, RegisterProtoMax: reg, Flags: protoSpecified},
 		}
 	default:

@@ -42,7 +42,7 @@ type rule struct {
 type match struct {
 	proto    string // tcp or udp
 	in, out  string // interface
-	dst      netip.Prefix
+	src, dst netip.Prefix
 	dstLocal bool // the destination is an address of this netns
 	dports   PortRange
 	syn      bool // the first segment of a connection
@@ -57,9 +57,13 @@ type target string
 const (
 	targetReturn   target = "RETURN"
 	targetDrop     target = "DROP"
-	targetReject   target = "REJECT"   // with port-unreachable
-	targetRedirect target = "REDIRECT" // to OutboundPort
+	targetReject   target = "REJECT" // with port-unreachable
+	targetOutbound target = "REDIRECT to the outbound port"
+	targetInbound  target = "REDIRECT to the inbound port"
 )
+
+// redirects are the targets that redirect, and the ports they redirect to.
+var redirects = map[target]uint16{targetOutbound: OutboundPort, targetInbound: InboundPort}
 
 // Names of the chains, in whichever table.
 const (
@@ -81,33 +85,42 @@ func (r Ruleset) tables(f Family, synGate bool) []table {
 			r.captureFilter(),
 			r.outbound(f),
 			r.fromPod(""),
-			r.fromNested(chainForward, ""),
+			r.fromElsewhere(chainForward, "", nil),
 		}},
 		{name: "nat", chains: []chain{
 			r.captureNAT(),
 			r.outbound(f),
 			r.fromPod("tcp"),
-			r.fromNested(chainPrerouting, "tcp"),
+			r.fromElsewhere(chainPrerouting, "tcp", r.inbound(f)),
 		}},
 	}
 }
 
-// inputChain guards OutboundPort. Without `syn`, connections that a dead daemon held would hang
+// inputChain guards the capture ports. Without `syn`, connections that a dead daemon held would hang
 // instead of getting their reset.
 func (r Ruleset) inputChain(synGate bool) chain {
 	why := "redirected, and somebody listens: let it in"
 	if !synGate {
 		why = "redirected: let it in (no socket match in this kernel, so no SYN gate)"
 	}
-	return chain{
-		name: chainInput, hook: chainInput,
-		via: match{proto: "tcp", dports: PortRange{OutboundPort, OutboundPort}, syn: true},
-		why: "new connections to the capture port",
-		rules: []rule{
-			{match{dnat: true, socket: synGate}, targetReturn, why},
-			{match{}, targetDrop, "made to the port directly: no way in; or nobody listens: the SYN is sent again"},
-		},
+	c := chain{
+		name: chainInput, hook: chainInput, via: match{proto: "tcp", syn: true},
+		why: "new connections",
 	}
+	guard := func(port uint16) {
+		to := match{proto: "tcp", dports: PortRange{port, port}}
+		redirected := to
+		redirected.dnat, redirected.socket = true, synGate
+		c.rules = append(c.rules,
+			rule{redirected, targetReturn, why},
+			rule{to, targetDrop, "made to the port directly: no way in; or nobody listens: the SYN is sent again"},
+		)
+	}
+	guard(OutboundPort)
+	if len(r.InboundPorts) > 0 {
+		guard(InboundPort)
+	}
+	return c
 }
 
 func (r Ruleset) fromPod(proto string) chain {
@@ -123,21 +136,43 @@ func (r Ruleset) fromPod(proto string) chain {
 	return c
 }
 
-// fromNested sees what arrives from elsewhere, and keeps to what a container nested in the pod sent:
-// it has a netns of its own behind a bridge in this one, so its packets never pass OUTPUT here.
-func (r Ruleset) fromNested(hook, proto string) chain {
-	c := chain{name: hook, hook: hook, via: match{proto: proto}, why: "what containers nested in the pod send"}
-	for _, name := range r.Interfaces {
-		c.rules = append(c.rules, rule{match{in: name}, targetReturn, "from outside, to the pod"})
-	}
+// fromElsewhere sees what arrives from outside, and from containers nested in the pod: each has a netns of
+// its own behind a bridge in this one, so its packets never pass OUTPUT here.
+func (r Ruleset) fromElsewhere(hook, proto string, inbound []rule) chain {
+	c := chain{name: hook, hook: hook, via: match{proto: proto}, why: "what the pod itself does not send"}
 	for _, name := range r.ExcludeInterfaces {
 		c.rules = append(c.rules, rule{match{in: name}, targetReturn, "excluded interface"})
+	}
+	c.rules = append(c.rules, inbound...)
+	for _, name := range r.Interfaces {
+		c.rules = append(c.rules, rule{match{in: name}, targetReturn, "from outside, to the pod"})
 	}
 	c.rules = append(c.rules,
 		rule{match{dstLocal: true}, targetReturn, "to the pod itself"},
 		rule{match{}, chainOutbound, "the rest leaves the pod"},
 	)
 	return c
+}
+
+// inbound redirects connections from outside to InboundPorts.
+func (r Ruleset) inbound(f Family) []rule {
+	var rules []rule
+	for _, name := range r.Interfaces {
+		if len(r.InboundPorts) == 0 {
+			break
+		}
+		for _, p := range r.ExcludeSources {
+			if f.has(p.Addr()) {
+				rules = append(rules, rule{match{src: p, in: name}, targetReturn, "the node or the proxy itself"})
+			}
+		}
+		for _, p := range r.InboundPorts {
+			rules = append(rules, rule{
+				match{in: name, proto: "tcp", dports: p, syn: true, dstLocal: true}, targetInbound, "captured, inbound",
+			})
+		}
+	}
+	return rules
 }
 
 // outbound lets excluded destinations go and hands the included ones to the capture chain.
@@ -168,7 +203,7 @@ func (r Ruleset) outbound(f Family) chain {
 // captureNAT redirects what begins with a SYN. Of a connection that was open before there were rules, conntrack
 // takes the next segment for the first (nf_conntrack_tcp_loose); redirected, it would be answered with a reset.
 func (r Ruleset) captureNAT() chain {
-	return r.capture(nil, targetRedirect, match{syn: true}, "captured")
+	return r.capture(nil, targetOutbound, match{syn: true}, "captured")
 }
 
 func (r Ruleset) captureFilter() chain {

@@ -6,9 +6,10 @@
 //
 //	nat     OUTPUT ─────▶ SLUICE_OUTPUT ─────┐
 //	nat     PREROUTING ─▶ SLUICE_PREROUTING ─┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: REDIRECT to 15001
+//	                           └▶ inbound ports: REDIRECT to 15006
 //	filter  OUTPUT ─────▶ SLUICE_OUTPUT ─────┐
 //	filter  FORWARD ────▶ SLUICE_FORWARD ────┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: no INVALID TCP, no QUIC
-//	mangle  INPUT ──────▶ SLUICE_INPUT: the guard and the SYN gate of port 15001
+//	mangle  INPUT ──────▶ SLUICE_INPUT: the guard and the SYN gate of ports 15001 and 15006
 //
 // SLUICE_OUTPUT, SLUICE_PREROUTING and SLUICE_FORWARD let go what is not outbound, SLUICE_OUTBOUND what
 // is excluded, and SLUICE_CAPTURE acts. OUTPUT sees what the pod itself sends; PREROUTING and FORWARD
@@ -28,8 +29,11 @@ import (
 	"strings"
 )
 
-// OutboundPort is the port in the pod netns that captured connections are redirected to.
-const OutboundPort = 15001
+// The ports in the pod netns that captured connections are redirected to.
+const (
+	OutboundPort = 15001
+	InboundPort  = 15006
+)
 
 // QUICPort is the UDP port that HTTP/3 uses (RFC 9114, section 3.1.2 leaves others to Alt-Svc).
 const QUICPort = 443
@@ -51,6 +55,11 @@ type Ruleset struct {
 	// ExcludeInterfaces are interfaces in the pod netns: what the pod sends out through them and
 	// what nested containers send in through them is not captured.
 	ExcludeInterfaces []string `json:"excludeInterfaces,omitempty"`
+	// InboundPorts are the pod's ports to which connections from outside are captured; empty means none.
+	InboundPorts []PortRange `json:"inboundPorts,omitempty"`
+	// ExcludeSources are where connections to InboundPorts may come from without being captured: the
+	// addresses of the node, whose kubelet probes the pod, and of the proxy, which connects to it in the end.
+	ExcludeSources []netip.Prefix `json:"excludeSources,omitempty"`
 	// RejectQUIC answers captured UDP 443 with port-unreachable, so that clients take TCP at once.
 	RejectQUIC bool `json:"rejectQUIC"`
 }
@@ -76,12 +85,12 @@ func (r Ruleset) Validate() error {
 			return err
 		}
 	}
-	for _, p := range slices.Concat(r.IncludePorts, r.ExcludePorts) {
+	for _, p := range slices.Concat(r.IncludePorts, r.ExcludePorts, r.InboundPorts) {
 		if p.First == 0 || p.Last < p.First {
 			return fmt.Errorf("port range %d-%d is empty", p.First, p.Last)
 		}
 	}
-	for _, c := range slices.Concat(r.IncludeCIDRs, r.ExcludeCIDRs) {
+	for _, c := range slices.Concat(r.IncludeCIDRs, r.ExcludeCIDRs, r.ExcludeSources) {
 		if !c.IsValid() || c != c.Masked() || c.Addr().Is4In6() {
 			return fmt.Errorf("CIDR %s is not a canonical prefix", c)
 		}

@@ -1,0 +1,132 @@
+package agent
+
+import (
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+func captureInbound(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+	d, err := capture(at, interfaces)
+	d.Ruleset.InboundPorts = []ruleset.PortRange{{First: 8080, Last: 8080}}
+	return d, err
+}
+
+// TestInboundPortsChangeLive: what is captured already is not disturbed, and what waits is not reset.
+func TestInboundPortsChangeLive(t *testing.T) {
+	forBackends(t, func(t *testing.T, backend string) {
+		p := newProvisional(t)
+		p.Serve(":8080", func(c net.Conn) { _, _ = c.Write([]byte("served")) })
+		p.world, p.Host = p.Host, p.world // the world asks
+		pod := p.world
+		const service = "198.51.100.2:8080"
+		w := newWishes()
+		w.set(capture)
+		a := newAgentFor(t, w)
+		in, err := ruleset.Apply(t.Context(), pod.Path(), ruleset.Provisional("eth0"), backend, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := a.write(t, pod, attach.Captured, &in)
+		a.Reconcile(t.Context())
+		inbound := func() int { return strings.Count(pod.Exec("ss", "-Hltn", "sport = :15006"), "198.51.100.2:15006") }
+		waits := func(n int) func() bool {
+			return func() bool {
+				s, _ := a.of(r.ID)
+				return s.Waiting == n
+			}
+		}
+		check := func(when string) {
+			t.Helper()
+			if got := <-p.ask(t, service); got != "served" {
+				t.Errorf("%s: got %q, want the server's answer", when, got)
+			}
+		}
+		check("no inbound ports")
+		if inbound() > 0 {
+			t.Error("somebody listens on port 15006 for nothing")
+		}
+		out, err := pod.Dial(t.Context(), "tcp", server+":80") // and is captured
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer out.Close() //nolint:errcheck // it only waits
+		nstest.Eventually(t, "an outbound connection waits", waits(1))
+
+		for range 2 { // whether it is the first time or not
+			w.set(captureInbound)
+			a.reconsider(t.Context())
+			a.Reconcile(t.Context())
+			if got := inbound(); got != 1 {
+				t.Fatalf("inbound ports: got %d listeners, want 1", got)
+			}
+			w.set(capture)
+			a.reconsider(t.Context())
+			a.Reconcile(t.Context())
+			check("no inbound ports any more")
+			if inbound() > 0 {
+				t.Error("somebody still listens on port 15006")
+			}
+		}
+
+		w.set(captureInbound)
+		a.reconsider(t.Context())
+		p.ask(t, service)
+		nstest.Eventually(t, "an inbound connection waits too", waits(2))
+		w.set(capture)
+		a.reconsider(t.Context())
+		a.Reconcile(t.Context())
+		check("no inbound ports, and one that waits")
+		if !waits(2)() || inbound() != 1 {
+			t.Error("what waits does not wait any more")
+		}
+		w.set(pass)
+		a.reconsider(t.Context())
+		a.Reconcile(t.Context())
+		check("released")
+		if !waits(2)() {
+			t.Error("released: what waits does not wait any more")
+		}
+	})
+}
+
+// TestInboundAtEveryAddress that a pod has, by whichever attachment, and at none that it has not yet been given.
+func TestInboundAtEveryAddress(t *testing.T) {
+	t.Parallel()
+	h := nstest.NewHost(t, "pod")
+	a := newAgent(t, captureInbound)
+	first, second := attachment(h, "eth0"), attachment(h, "net1")
+	second.IPs = []netip.Addr{netip.MustParseAddr("203.0.113.2"), netip.MustParseAddr("2001:db8::2")}
+	for _, step := range []struct {
+		at   attach.Attachment
+		want string
+	}{
+		{first, "198.51.100.2:15006"},
+		{second, "198.51.100.2:15006 203.0.113.2:15006 [2001:db8::2]:15006"},
+		{first, "198.51.100.2:15006 203.0.113.2:15006 [2001:db8::2]:15006"},
+	} {
+		if _, err := a.Attach(t.Context(), step.at); err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for line := range strings.Lines(h.Exec("ss", "-Hltn", "sport = :15006")) {
+			got = append(got, strings.Fields(line)[3])
+		}
+		slices.Sort(got)
+		want := strings.Fields(step.want)
+		if strings.Join(got, " ") != strings.Join(want, " ") {
+			t.Errorf("%s: got listeners at %q, want %q", step.at.IfName, got, want)
+		}
+	}
+	nowhere := attachment(nstest.NewHost(t, "nowhere"), "eth0")
+	nowhere.IPs = nil
+	if _, err := a.Attach(t.Context(), nowhere); err == nil || !strings.Contains(err.Error(), "addresses are not known") {
+		t.Errorf("without an address: got %v, want an error that says so", err)
+	}
+}

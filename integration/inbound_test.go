@@ -1,0 +1,230 @@
+package integration
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+)
+
+// gatewayIPv4 and gatewayIPv6 are where a pod sees what the node and its proxy connect from.
+const (
+	gatewayIPv4 = "10.88.0.1"
+	gatewayIPv6 = "fd00:88::1"
+)
+
+// inboundPort is captured, plainPort is not.
+const (
+	inboundPort = "8080"
+	plainPort   = "9090"
+)
+
+// addServer adds a pod that serves at both ports, and whose inbound one is captured.
+func (f flavour) addServer(t *testing.T, n *netns.Node) *netns.Pod {
+	t.Helper()
+	pod := f.addPod(t, n, "web", annotated(n, map[string]string{"sluice.dev/capture-inbound-ports": "80, 8000-8999"}))
+	for _, port := range []string{inboundPort, plainPort} {
+		serveCaller(pod.Host, ":"+port)
+	}
+	return pod
+}
+
+// addBystander adds a pod that is not captured.
+func addBystander(t *testing.T, n *netns.Node) *netns.Pod {
+	t.Helper()
+	p := n.NewPod("bystander").InNamespace("kube-system")
+	if err := p.Add(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = p.Del() })
+	return p
+}
+
+// TestInbound: the ports that a pod names are captured for whoever connects from outside, all others are not, and
+// neither is the node.
+func TestInbound(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			n := newSocketsNode(t)
+			proxy := launchAddon(n, append(raw, "-s", telling(t))...)
+			d := n.StartDaemon()
+			pod, other := f.addServer(t, n), addBystander(t, n)
+			settled(t, d, 1, 1)
+			for _, family := range []struct{ pod, gateway, world, other string }{
+				{pod.IPv4, gatewayIPv4, netns.WorldIPv4, other.IPv4}, {pod.IPv6, gatewayIPv6, netns.WorldIPv6, other.IPv6},
+			} {
+				for _, from := range []struct {
+					host *netns.Host
+					ip   string
+				}{{n.World, family.world}, {other.Host, family.other}} {
+					wantCaller(t, from.host, net.JoinHostPort(family.pod, plainPort), from.ip)
+					wantCaller(t, from.host, net.JoinHostPort(family.pod, inboundPort), family.gateway)
+					flow := fmt.Sprintf("tcp from %s of default/web uid-web inbound comment default/web", from.ip)
+					netns.Eventually(t, "the flow is there", func() bool { return strings.Contains(proxy.Log(), flow) })
+				}
+				wantCaller(t, n.Host, net.JoinHostPort(family.pod, inboundPort), family.gateway)
+				wantCaller(t, pod.Host, net.JoinHostPort(family.pod, inboundPort), family.pod)
+			}
+			if flows := strings.Count(proxy.Log(), "of default/web"); flows != 4 {
+				t.Errorf("got %d flows, want 4: those of the node and of the pod itself are not captured", flows)
+			}
+			if err := pod.Check(); err != nil {
+				t.Errorf("CHECK: %v", describe(err))
+			}
+			knock := func() {
+				var wg sync.WaitGroup
+				for _, from := range []*netns.Host{n.Host, n.World, other.Host, pod.Host} {
+					for _, ip := range []string{pod.IPv4, pod.IPv6} {
+						wg.Go(func() { wantNobody(t, from, net.JoinHostPort(ip, "15006")) })
+					}
+				}
+				wg.Wait()
+			}
+			knock()
+			d.Kill()
+			knock()
+		})
+	}
+}
+
+// TestInboundWaits: for the proxy and for the daemon, while the node still gets through.
+func TestInboundWaits(t *testing.T) {
+	t.Parallel()
+	for _, protocol := range []string{"connect", "sockets"} {
+		t.Run(protocol, func(t *testing.T) {
+			t.Parallel()
+			n := netns.NewNode(t, bin)
+			start := func() *netns.Program { return startConnectProxy(n) }
+			if protocol == "sockets" {
+				n = newSocketsNode(t)
+				start = func() *netns.Program { return launchAddon(n, raw...) }
+			}
+			d := n.StartDaemon()
+			pod := flavours[0].addServer(t, n)
+			addresses := []string{net.JoinHostPort(pod.IPv4, inboundPort), net.JoinHostPort(pod.IPv6, inboundPort)}
+			outcome := make(chan error, 20)
+			connect := func() {
+				for i := range cap(outcome) {
+					go func() {
+						seenAs, err := callerAt(patience(t), n.World, addresses[i%2])
+						if err == nil && seenAs != gatewayIPv4 && seenAs != gatewayIPv6 {
+							err = fmt.Errorf("it was not captured: the server saw %s", seenAs)
+						}
+						outcome <- err
+					}()
+				}
+			}
+			connect()
+			netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == cap(outcome) })
+			wantCaller(t, n.Host, addresses[0], gatewayIPv4)
+			proxy := start()
+			allWell(t, outcome, cap(outcome))
+
+			proxy.Kill()
+			netns.Eventually(t, "the proxy is missed", func() bool { return !d.Status().Upstream.Ready })
+			connect()
+			netns.Eventually(t, "all of them wait again", func() bool { return waiting(d, pod) == cap(outcome) })
+			d = succeed(t, n, d)
+			netns.Eventually(t, "they wait at the next daemon", func() bool { return waiting(d, pod) == cap(outcome) })
+			proxy = start()
+			allWell(t, outcome, cap(outcome))
+
+			proxy.Kill()
+			d.Kill()
+			connect()
+			wantCaller(t, n.Host, addresses[1], gatewayIPv6)
+			n.StartDaemon()
+			start()
+			allWell(t, outcome, cap(outcome))
+		})
+	}
+}
+
+// TestInboundDoesNotGoRound: what the node connects to the pod is not captured, and if it is all the same, it goes no
+// further. The proxy's own connection would come back to it for ever.
+func TestInboundDoesNotGoRound(t *testing.T) {
+	t.Parallel()
+	for _, protocol := range []string{"connect", "sockets"} {
+		t.Run(protocol, func(t *testing.T) {
+			t.Parallel()
+			var n *netns.Node
+			var proxy *netns.Program
+			if protocol == "sockets" {
+				n = newSocketsNode(t)
+				proxy = launchAddon(n, raw...)
+			} else {
+				n = netns.NewNode(t, bin)
+				proxy = startConnectProxy(n)
+			}
+			d := n.StartDaemon()
+			pod := flavours[0].addServer(t, n)
+			comesBack := func(want int) func() bool {
+				return func() bool { return strings.Count(proxy.Log()+d.Log(), "itself has made it") == want }
+			}
+			want := 0
+			netns.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
+			for tool, family := range map[string]struct{ pod, gateway string }{
+				"iptables":  {pod.IPv4, gatewayIPv4},
+				"ip6tables": {pod.IPv6, gatewayIPv6},
+			} {
+				address := net.JoinHostPort(family.pod, inboundPort)
+				wantCaller(t, n.Host, address, family.gateway)
+				pod.Exec(tool, "-t", "nat", "-D", "SLUICE_PREROUTING", "-i", "eth0", "-s", family.gateway, "-j", "RETURN")
+				if heard, err := callerAt(patience(t), n.Host, address); heard != "" || errors.Is(err, os.ErrDeadlineExceeded) {
+					t.Errorf("from the node: got %q, %v; want the connection to end", heard, err)
+				}
+				c, err := n.World.Dial(patience(t), "tcp", address)
+				if err == nil {
+					defer c.Close() //nolint:errcheck // mitmproxy waits for something to be said on it
+				} else if !errors.Is(err, syscall.ECONNRESET) { // as soon as that
+					t.Fatal(err)
+				}
+				want += 2
+				netns.Eventually(t, "the node's connection has come back, and the proxy's own", comesBack(want))
+			}
+			wantCaller(t, pod.Host, net.JoinHostPort(pod.IPv4, inboundPort), pod.IPv4)
+			if !comesBack(want)() {
+				t.Error("it went round more than once")
+			}
+		})
+	}
+}
+
+// TestInboundThroughARelay: the proxy is told which way it is, and who has connected.
+func TestInboundThroughARelay(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	proxy := startRecordingProxy(n, netns.ProxyAddress)
+	n.StartDaemon()
+	pod, other := flavours[0].addServer(t, n), addBystander(t, n)
+	for i, family := range []struct{ pod, gateway, other string }{
+		{pod.IPv4, gatewayIPv4, other.IPv4}, {pod.IPv6, gatewayIPv6, other.IPv6},
+	} {
+		address := net.JoinHostPort(family.pod, inboundPort)
+		wantCaller(t, other.Host, address, family.gateway)
+		seen := proxy.requests()
+		if len(seen) != i+1 {
+			t.Fatalf("the proxy was asked %d times, want %d", len(seen), i+1)
+		}
+		got := seen[i]
+		source, err := netip.ParseAddrPort(got.Header.Get("Sluice-Source"))
+		if err != nil || got.Host != address || source.Addr().String() != family.other ||
+			got.Header.Get("Sluice-Direction") != "inbound" || got.Header.Get("Sluice-Pod-Name") != "web" {
+			t.Errorf("asked for %s with %v", got.Host, got.Header)
+		}
+	}
+	serveCaller(n.World, web)
+	wantCaller(t, pod.Host, web, nodeIPv4)
+	if got := proxy.requests()[2].Header; got.Get("Sluice-Direction") != "" {
+		t.Errorf("outbound: asked with %v", got)
+	}
+}
