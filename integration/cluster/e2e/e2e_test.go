@@ -49,11 +49,13 @@ func TestSluice(t *testing.T) {
 		must(t, client(c).Create(ctx, newPod("captured", namespace, capture, "sleep 86400", ask)))
 		must(t, client(c).Create(ctx, newPod("plain", namespace, nil, "sleep 86400", ask)))
 		must(t, client(c).Create(ctx, newPod("excluded", "kube-system", capture, "sleep 86400", "")))
+		must(t, client(c).Create(ctx, newWeb()))
 		must(t, eventually(ctx, "a connection waits, and the pod without the label runs", func() (bool, error) {
 			a, err := attachment(ctx, c, namespace+"/captured")
 			return a.State == "captured" && a.Waiting == 1 && running(ctx, c, "plain"), err
 		}))
 		must(t, eventually(ctx, "the pod without the label has been answered", func() (bool, error) { return askedBy(ctx, t, c) > 0, nil }))
+		must(t, eventually(ctx, "kubelet's probe is not captured inbound", func() (bool, error) { return isReady(ctx, c, "web"), nil }))
 		if got := askedBy(ctx, t, c); got != 1 {
 			t.Errorf("the server was asked %d times, want once, by the pod without the label", got)
 		}
@@ -73,6 +75,7 @@ func TestSluice(t *testing.T) {
 		}
 		must(t, client(c).Delete(ctx, newPod("excluded", "kube-system", nil, "", "")))
 	})
+	step(t, "flows name their pods, outbound and inbound", inbound)
 	step(t, "a label comes to a running pod, and goes", func(ctx context.Context, t *testing.T, c *envconf.Config) {
 		for _, want := range []struct{ patch, state string }{
 			{`{"metadata":{"labels":{"sluice.dev/capture":"true"}}}`, "captured"},
@@ -189,7 +192,7 @@ func TestSluice(t *testing.T) {
 		}
 	})
 	step(t, "nothing is left of a deleted pod", func(ctx context.Context, t *testing.T, c *envconf.Config) {
-		names := []string{"captured", "plain", "older", "early", "early-plain"}
+		names := []string{"captured", "plain", "older", "early", "early-plain", "web"}
 		for _, name := range names {
 			must(t, client(c).Delete(ctx, newPod(name, namespace, nil, "", "")))
 		}

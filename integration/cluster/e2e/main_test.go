@@ -39,9 +39,13 @@ var (
 	deployed = filepath.Join("..", "..", "..", "deploy")
 )
 
-// images replaces those of the manifests by those that were built here.
+// flowFile is where the proxy records its flows.
+const flowFile = "/tmp/flows"
+
+// images replaces those of the manifests by those that were built here, and lets the proxy record its flows.
 var images = strings.NewReplacer("image: sluice:0.1.0", "image: sluice:e2e", "image: mitmproxy/mitmproxy:8.1.1", "image: mitmproxy:e2e",
-	"image: busybox:1.36", "image: tools:e2e")
+	"image: busybox:1.36", "image: tools:e2e",
+	"- --scripts=/etc/sluice/sluice.py", "- --scripts=/etc/sluice/sluice.py\n            - --save-stream-file="+flowFile)
 
 // fixtures are a server, which logs who asks, a look at the node's own files, and a pod that is older than sluice.
 const fixtures = `
