@@ -39,6 +39,9 @@ type Acceptor interface {
 	// ends that. If accepting has ended because somebody else goes on with g (errLeft is the cause), what others hold of
 	// it stays with them.
 	Serve(ctx, accepting context.Context, g *gate.Gate)
+	// Waiting is how many connections were accepted and wait for the upstream.
+	Waiting() int
+	// Counts are those that do not wait any more.
 	Counts() gate.Counts
 }
 
@@ -451,14 +454,23 @@ func (n *netns) status(id attach.ID) attach.AttachmentStatus {
 	}
 	if n.acceptor != nil { // what came through the gate goes on when capture has ended
 		c := n.acceptor.Counts()
-		s.Waiting, s.Open, s.Bytes = c.Waiting, c.Open, c.Bytes
+		s.Open, s.Bytes = c.Open, c.Bytes
 	}
-	if n.gate != nil {
-		queued, err := n.gate.Queued()
-		if err != nil {
-			s.Notes = append(s.Notes, err.Error())
-		}
-		s.Waiting += queued
+	var err error
+	if s.Waiting, err = n.count(); err != nil {
+		s.Notes = append(s.Notes, err.Error())
 	}
 	return s
+}
+
+// count is how many connections wait: to be accepted, and for the upstream.
+func (n *netns) count() (waiting int, err error) {
+	if n.acceptor != nil {
+		waiting = n.acceptor.Waiting()
+	}
+	if n.gate == nil {
+		return waiting, nil
+	}
+	queued, err := n.gate.Queued()
+	return waiting + queued, err
 }

@@ -94,8 +94,12 @@ func (a *Agent) waitedLong(now time.Time, late bool) []attach.Pod {
 	defer a.mu.Unlock()
 	var pods []attach.Pod
 	for id, n := range a.byID {
+		waiting := 0
+		if late {
+			waiting, _ = n.count() // the status shows the error
+		}
 		switch {
-		case !late || n.status(id).Waiting == 0:
+		case waiting == 0:
 			n.waiting = time.Time{}
 		case n.waiting.IsZero():
 			n.waiting = now

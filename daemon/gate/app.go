@@ -8,7 +8,6 @@ import (
 	"os"
 	"slices"
 	"sync"
-	"syscall"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -110,8 +109,8 @@ func (d *diag) lookup(src, dst netip.AddrPort) (AppState, error) {
 	}
 }
 
-// Counts asks the kernel for the connections that came through g: those that wait to be accepted, and those that
-// somebody has accepted and still has, with what these have carried.
+// Counts asks the kernel for the connections that came through g, that somebody has accepted and still has, and what they
+// have carried.
 func (g *Gate) Counts() (Counts, error) {
 	var c Counts
 	ports := []uint16{ruleset.OutboundPort}
@@ -126,7 +125,6 @@ func (g *Gate) Counts() (Counts, error) {
 		}
 	}
 	waiting, err := g.Queued()
-	c.Waiting = waiting
 	c.Open = max(c.Open-waiting, 0) // those in the accept queues are established too
 	return c, err
 }
@@ -170,18 +168,19 @@ func hearDump(fd int, c *Counts) error {
 		if err != nil {
 			return fmt.Errorf("sock_diag: %w", err)
 		}
-		messages, err := syscall.ParseNetlinkMessage(hear[:n])
-		if err != nil {
-			return fmt.Errorf("sock_diag: %w", err)
-		}
-		for _, m := range messages {
-			switch m.Header.Type {
+		for rest := hear[:n]; len(rest) >= unix.SizeofNlMsghdr; { // in place: there may be tens of thousands, every few seconds
+			size, kind := int(binary.NativeEndian.Uint32(rest)), binary.NativeEndian.Uint16(rest[4:])
+			if size < unix.SizeofNlMsghdr || size > len(rest) {
+				return errors.New("sock_diag: a malformed answer")
+			}
+			switch kind {
 			case unix.NLMSG_DONE, unix.NLMSG_ERROR:
 				return nil
 			case sockDiagByFamily:
 				c.Open++
-				c.Bytes += carried(m.Data)
+				c.Bytes += carried(rest[unix.SizeofNlMsghdr:size])
 			}
+			rest = rest[min(len(rest), (size+unix.NLMSG_ALIGNTO-1)&^(unix.NLMSG_ALIGNTO-1)):]
 		}
 	}
 }

@@ -281,9 +281,8 @@ func (g *Gate) Close() error {
 
 // Counts are what the connections through a gate come to.
 type Counts struct {
-	Waiting int // for the upstream
-	Open    int
-	Bytes   uint64 // both ways together
+	Open  int    // accepted, and not ended
+	Bytes uint64 // both ways together
 }
 
 // Queued counts the connections in the kernel's accept queues.

@@ -62,12 +62,14 @@ func (r *Relay) For(name attach.Pod, ips []netip.Addr) *Pod {
 	return &Pod{relay: r, name: name, ips: ips}
 }
 
-// Counts asks the kernel for what the open connections have carried so far. Waiting are those that were accepted and
-// that the upstream has not answered for yet.
+// Waiting counts the connections that were accepted and that the upstream has not answered for yet.
+func (p *Pod) Waiting() int { return int(p.waiting.Load()) }
+
+// Counts asks the kernel for what the open connections have carried so far.
 func (p *Pod) Counts() gate.Counts {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	c := gate.Counts{Waiting: int(p.waiting.Load()), Open: len(p.open), Bytes: p.bytes}
+	c := gate.Counts{Open: len(p.open), Bytes: p.bytes}
 	for conn := range p.open {
 		c.Bytes += carried(conn)
 	}

@@ -175,7 +175,7 @@ func TestServeAcceptsNothingWhileTheUpstreamIsLate(t *testing.T) {
 			t.Errorf("got request %q, want %q", got, want)
 		}
 	}
-	if got := s.pod.Counts(); got.Open != len(apps) || got.Waiting != 0 {
+	if got := s.pod.Counts(); got.Open != len(apps) || s.pod.Waiting() != 0 {
 		t.Errorf("ready: got %+v, want %d open", got, len(apps))
 	}
 	for _, app := range apps {
@@ -214,7 +214,7 @@ func TestServeResetsWhatCannotBeReached(t *testing.T) {
 	s := serve(t)
 	s.proxy(t, func(*http.Request) int { return http.StatusGatewayTimeout })
 	s.checkReset(t, web)
-	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Counts() == (gate.Counts{}) })
+	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Waiting() == 0 && s.pod.Counts() == (gate.Counts{}) })
 }
 
 func TestServeRefusesDestinationsOfTheNode(t *testing.T) {
@@ -243,9 +243,9 @@ func TestServeLetsGoOfAppsThatGaveUp(t *testing.T) {
 		return http.StatusServiceUnavailable
 	})
 	app := s.dial(t, web)
-	netns.Eventually(t, "it is asked for again and again", func() bool { return asked.Load() > 2 && s.pod.Counts().Waiting == 1 })
+	netns.Eventually(t, "it is asked for again and again", func() bool { return asked.Load() > 2 && s.pod.Waiting() == 1 })
 	reset(app)
-	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Counts() == (gate.Counts{}) })
+	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Waiting() == 0 && s.pod.Counts() == (gate.Counts{}) })
 }
 
 func TestServeEnds(t *testing.T) {

@@ -56,6 +56,44 @@ func serve(c net.Conn) {
 	}
 }
 
+const (
+	httpRequest = "GET / HTTP/1.1\r\nHost: " + webAddress + "\r\n\r\n"
+	httpAnswer  = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+)
+
+// serveWeb answers HTTP requests.
+func serveWeb(c net.Conn) {
+	b := make([]byte, 1024)
+	for n := 0; ; {
+		k, err := c.Read(b[n:])
+		if err != nil {
+			return // the client has ended
+		}
+		if n += k; bytes.HasSuffix(b[:n], endOfHeader) {
+			if _, err := c.Write([]byte(httpAnswer)); err != nil {
+				return
+			}
+			n = 0
+		}
+	}
+}
+
+// get asks for something by HTTP and waits for all of it.
+func get(c conn) error {
+	if _, err := c.Write([]byte(httpRequest)); err != nil {
+		return err
+	}
+	var answer []byte
+	for b := make([]byte, 1024); !bytes.HasSuffix(answer, []byte("\r\n\r\nok")); {
+		n, err := c.Read(b)
+		if err != nil {
+			return fmt.Errorf("the answer: %w", err)
+		}
+		answer = append(answer, b[:n]...)
+	}
+	return nil
+}
+
 var zeros [chunk]byte
 
 func send(w io.Writer, n int64) error {

@@ -12,12 +12,14 @@ import (
 
 const (
 	serverAddress = netns.WorldIPv4 + ":7"
+	webAddress    = netns.WorldIPv4 + ":80"
 	bridgeAddress = "10.88.0.1"
 	notCaptured   = "kube-system"
 )
 
 var (
 	server = netip.MustParseAddrPort(serverAddress)
+	web    = netip.MustParseAddrPort(webAddress)
 	// proxyOnBridge is the node's proxy as pods that use it themselves see it.
 	proxyOnBridge = netip.AddrPortFrom(netip.MustParseAddr(bridgeAddress), 18080)
 )
@@ -27,6 +29,7 @@ func (b *bench) newNode() *netns.Node {
 	n := netns.NewNode(b.tb, b.bin)
 	n.LogLevel = "INFO"
 	n.World.Serve(serverAddress, serve)
+	n.World.Serve(webAddress, serveWeb)
 	return n
 }
 

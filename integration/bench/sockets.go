@@ -1,13 +1,20 @@
 package main
 
 import (
+	"encoding/json"
 	"fmt"
+	"net"
 	"net/netip"
+	"os/exec"
 	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/integration/netns"
 )
 
@@ -60,6 +67,7 @@ func benchSockets(b *bench) {
 	b.fastSockets()
 	b.waitingSockets()
 	b.sharedSockets()
+	b.attachSockets()
 }
 
 // fastSockets is with the fast proxy.
@@ -97,7 +105,9 @@ func (b *bench) waitingSockets() {
 	for i := range pods {
 		captured = append(captured, n.AddPod(fmt.Sprint("pod", i)))
 	}
-	time.Sleep(time.Second) // what ADD has set going has ended
+	for range 20 { // to ask for it costs memory once
+		d.Status()
+	}
 	before := b.rss(d.Program)
 	c := b.newClients(captured, each, netip.AddrPort{})
 	c.run(all, "connected, and has asked", func() bool { return c.in[asked]+c.in[lost] == all })
@@ -114,32 +124,66 @@ func (b *bench) waitingSockets() {
 	c.close()
 }
 
-// sharedSockets compares two processes of mitmdump that share the sockets with one.
+// sharedSockets compares two processes of mitmdump that share the sockets with one. They look at every request, as they do
+// for people.
 func (b *bench) sharedSockets() {
-	for1, rounds := time.Second, 5 // no more connections than the pod has ports: those that have ended wait for a minute
+	for1, rounds := 2*time.Second, 7
 	if b.short {
-		rounds = 2
+		for1, rounds = time.Second, 3
 	}
 	n := b.newSocketsNode()
 	d := n.StartDaemon()
 	pod := n.AddPod("captured")
-	one := launchAddon(n)
+	launch := func(port string) *netns.Program {
+		return n.LaunchMitmdump("--listen-port", port, "--quiet", "--set", "sluice_socket="+n.ProxySocket(), "-s", addon)
+	}
+	launch("18080")
 	b.taken(d, 1, 1)
+	b.rate(pod, for1) // Python has seen everything once
 	var rates [2][]float64
 	for range rounds {
 		rates[0] = append(rates[0], b.rate(pod, for1))
-		two := launchAddon(n, "--listen-port", "18081")
+		two := launch("18081")
 		b.taken(d, 2, 1)
+		b.rate(pod, for1)
 		rates[1] = append(rates[1], b.rate(pod, for1))
 		two.Kill()
 		b.taken(d, 1, 1)
 	}
-	one.Kill()
+	var ideal []float64
+	for range rounds {
+		ideal = append(ideal, b.busy(2)/b.busy(1))
+	}
 	b.add(ratio("sockets", "sockets: two mitmdump processes against one", rates[1], rates[0]).atLeast(1.6).
-		beside("two", median(rates[1]), "/s").beside("one", median(rates[0]), "/s"))
+		beside("two", median(rates[1]), "/s").beside("one", median(rates[0]), "/s").
+		beside("two programs that share nothing, against one", median(ideal), ""))
 }
 
-// rate is how many connections with one echo are served in a second, by many clients at a time.
+// busy is how much so many programs that compute get done together: two CPUs may be two threads of one core.
+func (b *bench) busy(programs int) float64 {
+	const program = `
+import time
+end, n = time.monotonic() + 1, 0
+while time.monotonic() < end:
+    d = {str(i): [i] * 3 for i in range(2000)}
+    n += 1
+print(n)`
+	var done atomic.Int64
+	var wg sync.WaitGroup
+	for range programs {
+		wg.Go(func() {
+			out, err := exec.Command("/usr/bin/python3", "-c", program).Output()
+			b.tb.must(err, "a program that computes")
+			n, err := strconv.ParseInt(strings.TrimSpace(string(out)), 10, 64)
+			b.tb.must(err, "what it prints")
+			done.Add(n)
+		})
+	}
+	wg.Wait()
+	return float64(done.Load())
+}
+
+// rate is how many HTTP requests, each on a connection of its own, are served in a second, by many clients at a time.
 func (b *bench) rate(pod *netns.Pod, d time.Duration) float64 {
 	var count atomic.Int64
 	var wg sync.WaitGroup
@@ -148,11 +192,11 @@ func (b *bench) rate(pod *netns.Pod, d time.Duration) float64 {
 		wg.Go(func() {
 			err := pod.Do(func() error {
 				for time.Now().Before(end) {
-					c, err := dial(netip.AddrPort{}, server)
+					c, err := dial(netip.AddrPort{}, web)
 					if err != nil {
 						return err
 					}
-					err = echo(c)
+					err = get(c)
 					c.close()
 					if err != nil {
 						return err
@@ -166,4 +210,64 @@ func (b *bench) rate(pod *netns.Pod, d time.Duration) float64 {
 	}
 	wg.Wait()
 	return float64(count.Load()) / d.Seconds()
+}
+
+// attachSockets measures how soon a proxy has the sockets of a new pod.
+func (b *bench) attachSockets() {
+	pods := 50
+	if b.short {
+		pods = 10
+	}
+	n := b.newSocketsNode()
+	n.StartDaemon()
+	attached, err := attachments(n.ProxySocket())
+	b.tb.must(err, "a proxy that takes sockets")
+	var after []float64
+	for i := range pods {
+		n.AddPod(fmt.Sprint("pod", i))
+		added := time.Now()
+		after = append(after, float64((<-attached).Sub(added))/float64(time.Millisecond))
+	}
+	b.add(result{Part: "sockets", figure: figure{"sockets: a proxy has them after the end of ADD", slices.Max(after), "ms"}}.atMost(10).
+		beside("median", median(after), "ms"))
+}
+
+// attachments connects as a proxy; the channel gives the times at which it was handed sockets.
+func attachments(socket string) (<-chan time.Time, error) {
+	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: socket, Net: "unixpacket"})
+	if err != nil {
+		return nil, err
+	}
+	if _, err := c.Write([]byte(`{"kind": "hello", "version": 1, "name": "bench"}`)); err != nil {
+		return nil, err
+	}
+	times := make(chan time.Time)
+	go func() {
+		b := make([]byte, 64<<10)
+		for {
+			k, files, err := unixsock.Receive(c, b)
+			now := time.Now()
+			unixsock.Close(files)
+			if err != nil || k == 0 {
+				return // the daemon has ended
+			}
+			var m struct{ Kind, ID string }
+			if json.Unmarshal(b[:k], &m) != nil {
+				return
+			}
+			answer := ""
+			switch m.Kind {
+			case "attach":
+				times <- now
+			case "ping":
+				answer = `{"kind": "state"}`
+			case "detach":
+				answer = fmt.Sprintf(`{"kind": "detached", "id": %q}`, m.ID)
+			}
+			if answer != "" {
+				_, _ = c.Write([]byte(answer)) // the next read tells
+			}
+		}
+	}()
+	return times, nil
 }
