@@ -79,7 +79,6 @@ type daemon struct {
 // run runs every part of the daemon until ctx ends or one of them fails.
 func (d daemon) run(ctx context.Context) error {
 	conf, log := d.conf, d.log
-	source := everything(conf)
 	var node *kube.Node // nil unless the API server is asked
 	var parts []func(context.Context) error
 	var ready []func() error
@@ -88,7 +87,6 @@ func (d daemon) run(ctx context.Context) error {
 		if node, err = newNode(d.kubeconfig, conf, log); err != nil {
 			return err
 		}
-		source = labelled{node, conf, d.excluded}
 		parts = append(parts, node.Run)
 		ready = append(ready, node.Ready)
 	}
@@ -97,6 +95,10 @@ func (d daemon) run(ctx context.Context) error {
 		ready = append(ready, d.keeper.Ready)
 	}
 	hub := d.newHub(node)
+	source := everything(conf, hub.Addresses)
+	if node != nil {
+		source = labelled{node, conf, d.excluded, func() []netip.Addr { return append(node.Proxies(), hub.Addresses()...) }}
+	}
 	up := d.newWay(node, hub)
 	a := agent.New(source, attach.NewStore(conf.StateDir), up, up.accept, log)
 	a.Ready = func() error {
@@ -193,7 +195,7 @@ func serveProxies(ctx context.Context, hub *proxies.Hub, path string, a *agent.A
 	if err != nil {
 		return fmt.Errorf("proxySocket: %w", err)
 	}
-	return hub.Run(ctx, l, a.Returned)
+	return hub.Run(ctx, l, a)
 }
 
 // nodeName is the node's name as the API server has it, or the host's.

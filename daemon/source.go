@@ -22,30 +22,30 @@ import (
 )
 
 // everything is the source that captures whatever the plugin asks about; annotations are the runtime's.
-func everything(conf config.Config) agent.Source {
+func everything(conf config.Config, proxies func() []netip.Addr) agent.Source {
 	return agent.Decide(func(a attach.Attachment, interfaces []string) (attach.Decision, error) {
 		d, err := optin.Decide(conf, optin.Pod{Annotations: a.Annotations}, interfaces)
 		if err != nil {
 			return d, err
 		}
-		return d, exempt(d.Ruleset, a.IPs, nil)
+		return d, exempt(d.Ruleset, a.IPs, proxies)
 	})
 }
 
 // exempt leaves out of inbound capture what this node and its proxies, at their addresses, connect to a pod for:
 // kubelet's probes, and what the proxy has captured and passes on.
-func exempt(r *ruleset.Ruleset, pod, proxies []netip.Addr) error {
+func exempt(r *ruleset.Ruleset, pod []netip.Addr, proxies func() []netip.Addr) error {
 	if r == nil || len(r.InboundPorts) == 0 {
 		return nil
 	}
-	from := slices.Clone(proxies)
+	from := proxies()
 	if r.Upstream.IsValid() {
 		from = append(from, r.Upstream.Addr())
 	}
 	for _, a := range pod {
 		node, err := gate.SourceTo(a)
 		if err != nil {
-			return fmt.Errorf("looking for the way from this node to %s: %w", a, err)
+			return fmt.Errorf("%w: the way from this node to %s: %w", optin.ErrUnknown, a, err)
 		}
 		if node.IsValid() {
 			from = append(from, node)
@@ -63,6 +63,7 @@ type labelled struct {
 	*kube.Node
 	conf     config.Config
 	excluded func(namespace string) bool
+	proxies  func() []netip.Addr // where proxies that have a network of their own connect from
 }
 
 // Running implements agent.Source: pods that the plugin passes untouched are nobody's business here either.
@@ -83,7 +84,7 @@ func (l labelled) Decide(ctx context.Context, a attach.Attachment, interfaces []
 	if err != nil {
 		return d, err
 	}
-	return d, exempt(d.Ruleset, a.IPs, l.Proxies())
+	return d, exempt(d.Ruleset, a.IPs, l.proxies)
 }
 
 // newNode connects to the API server: in a pod as its service account, elsewhere by a kubeconfig.

@@ -23,12 +23,12 @@ func TestExempt(t *testing.T) {
 	} {
 		r := tc.r
 		r.InboundPorts = []ruleset.PortRange{{First: 80, Last: 80}}
-		if err := exempt(&r, loopback, tc.proxies); err != nil || !slices.Equal(r.ExcludeSources, want) {
+		if err := exempt(&r, loopback, func() []netip.Addr { return tc.proxies }); err != nil || !slices.Equal(r.ExcludeSources, want) {
 			t.Errorf("%s: got %v, %v; want %v", name, r.ExcludeSources, err, want)
 		}
 	}
 	var r ruleset.Ruleset
-	if err := exempt(&r, loopback, []netip.Addr{one}); err != nil || r.ExcludeSources != nil {
+	if err := exempt(&r, loopback, func() []netip.Addr { return []netip.Addr{one} }); err != nil || r.ExcludeSources != nil {
 		t.Errorf("without inbound ports: got %v, %v; want nothing excluded", r.ExcludeSources, err)
 	}
 	if err := exempt(nil, loopback, nil); err != nil {

@@ -91,7 +91,7 @@ func timedOut(err error) bool {
 }
 
 func askDaemon(ctx context.Context, daemon *attach.Client) error {
-	s, err := daemon.Status(ctx)
+	s, err := daemon.Summary(ctx)
 	if err == nil && !s.Upstream.Ready {
 		err = fmt.Errorf("upstream %s is late: %s", s.Upstream.Address, s.Upstream.Reason)
 	}

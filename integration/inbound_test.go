@@ -149,6 +149,37 @@ func TestInboundWaits(t *testing.T) {
 	}
 }
 
+// TestInboundThroughAProxyInAPod: its own connections to pods come from its own address, which is known before it has
+// anything to accept on; so what has waited for it does not come back to it.
+func TestInboundThroughAProxyInAPod(t *testing.T) {
+	t.Parallel()
+	n := newSocketsNode(t)
+	d := n.StartDaemon()
+	pod := flavours[0].addServer(t, n)
+	home := addBystander(t, n)
+	outcome := make(chan error, 20)
+	for i := range cap(outcome) {
+		address, want := net.JoinHostPort(pod.IPv4, inboundPort), home.IPv4
+		if i%2 == 0 {
+			address, want = net.JoinHostPort(pod.IPv6, inboundPort), home.IPv6
+		}
+		go func() {
+			seenAs, err := callerAt(patience(t), n.World, address)
+			if err == nil && seenAs != want {
+				err = fmt.Errorf("the server saw %q, want the proxy's %s", seenAs, want)
+			}
+			outcome <- err
+		}()
+	}
+	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == cap(outcome) })
+	proxy := netns.Launch(home.Host, "mitmdump", append(raw, "--set", "confdir="+n.Confdir(), "--set", "server=false",
+		"--set", "sluice_socket="+n.ProxySocket(), "-s", addon)...)
+	allWell(t, outcome, cap(outcome))
+	if strings.Contains(proxy.Log(), "itself has made it") {
+		t.Error("some have come back")
+	}
+}
+
 // TestInboundDoesNotGoRound: what the node connects to the pod is not captured, and if it is all the same, it goes no
 // further. The proxy's own connection would come back to it for ever.
 func TestInboundDoesNotGoRound(t *testing.T) {

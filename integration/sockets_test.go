@@ -6,9 +6,12 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/integration/netns"
 )
@@ -99,37 +102,71 @@ func TestProxyAcceptsInThePod(t *testing.T) {
 	}
 }
 
-// TestConnectionsWaitForAProxyThatComes, in the kernel: before it is there, after it was killed with a full queue, and
-// while another takes its place.
+// TestConnectionsWaitForAProxyThatComes, in the kernel: before it is there, while it is stopped, after it was killed, with
+// accept queues that are full, and while another takes its place.
 func TestConnectionsWaitForAProxyThatComes(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			n := newSocketsNode(t)
+			echoWorld(n)
+			d := n.StartDaemon()
+			const queue = 8
+			narrow := func(p *netns.Pod) { p.Exec("sysctl", "-qw", "net.core.somaxconn="+strconv.Itoa(queue)) }
+			pods := []*netns.Pod{f.addPod(t, n, "one", narrow), f.addPod(t, n, "two", narrow)}
+			hosts := []*netns.Host{pods[0].Host, pods[1].Host}
+			// The kernel lets one more in than the queue is long.
+			full := func() bool { return waiting(d, pods...) == 2*2*(queue+1) }
+			outcome := clients(patience(t), 40, random(200), hosts...)
+			netns.Eventually(t, "the queues of both families are full", full)
+			proxy := launchAddon(n, raw...)
+			allWell(t, outcome, 80)
+
+			proxy.Freeze()
+			outcome = clients(patience(t), 40, random(200), hosts...)
+			netns.Eventually(t, "the queues are full while the proxy is stopped", full)
+			netns.Eventually(t, "the status says that it hangs", func() bool {
+				up := d.Status().Upstream
+				return !up.Ready && len(up.Proxies) == 1 && up.Proxies[0].Hangs
+			})
+			other := launchAddon(n, raw...)
+			allWell(t, outcome, 80) // one that answers is enough
+			other.Freeze()
+			outcome = clients(patience(t), 40, random(200), hosts...)
+			netns.Eventually(t, "the queues are full again", full)
+			proxy.Kill()
+			other.Kill()
+			netns.Eventually(t, "no proxy is there", func() bool { return len(d.Status().Upstream.Proxies) == 0 })
+			if !full() {
+				t.Error("what waited is gone with the proxies")
+			}
+			launchAddon(n, raw...)
+			allWell(t, outcome, 80)
+		})
+	}
+}
+
+// TestProxiesShare the accept queues: both serve, and either serves all while the other is stopped.
+func TestProxiesShare(t *testing.T) {
 	t.Parallel()
 	n := newSocketsNode(t)
 	echoWorld(n)
+	proxies := []*netns.Program{launchAddon(n, raw...), launchAddon(n, append(raw, "--listen-port", "18081")...)}
 	d := n.StartDaemon()
-	pods := []*netns.Pod{n.AddPod("one"), n.AddPod("two")}
-	hosts := []*netns.Host{pods[0].Host, pods[1].Host}
-	outcome := clients(patience(t), 20, random(200), hosts...)
-	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pods...) == 40 })
-	proxy := launchAddon(n, raw...)
-	allWell(t, outcome, 40)
-
-	proxy.Freeze()
-	outcome = clients(patience(t), 20, random(200), hosts...)
-	netns.Eventually(t, "all of them wait for a proxy that is stopped", func() bool { return waiting(d, pods...) == 40 })
-	netns.Eventually(t, "the status says that it hangs", func() bool {
-		up := d.Status().Upstream
-		return !up.Ready && len(up.Proxies) == 1 && up.Proxies[0].Hangs
+	pod := n.AddPod("web")
+	settled(t, d, 2, 1)
+	served := func(i int) int { return strings.Count(proxies[i].Log(), "client connect") }
+	netns.Eventually(t, "both have served", func() bool {
+		allWell(t, clients(patience(t), 50, random(200), pod.Host), 50)
+		return served(0) > 0 && served(1) > 0
 	})
-	other := launchAddon(n, raw...)
-	allWell(t, outcome, 40) // one that answers is enough
-	proxy.Kill()
-	other.Kill()
-	netns.Eventually(t, "no proxy is there", func() bool { return len(d.Status().Upstream.Proxies) == 0 })
-
-	outcome = clients(patience(t), 20, random(200), hosts...)
-	netns.Eventually(t, "all of them wait again", func() bool { return waiting(d, pods...) == 40 })
-	launchAddon(n, raw...)
-	allWell(t, outcome, 40)
+	for stopped, p := range proxies {
+		p.Freeze()
+		allWell(t, clients(patience(t), 20, random(200), pod.Host), 20)
+		p.Signal(syscall.SIGCONT)
+		netns.Eventually(t, "all was served by the other", func() bool { return served(1-stopped) >= 20 })
+	}
 }
 
 // TestDaemonIsNotInTheWay of what a proxy has accepted, nor of what it accepts, however the daemon ends.
@@ -233,10 +270,50 @@ func TestPodEndsWhileTheProxyIsStopped(t *testing.T) {
 // them.
 func TestAddonWithNewerMitmproxy(t *testing.T) {
 	t.Parallel()
-	out, err := exec.CommandContext(t.Context(), "/usr/bin/python3", "testdata/newer_mitmproxy.py", addon).CombinedOutput()
-	if err != nil || string(out) != "ok\n" {
-		t.Errorf("%v\n%s", err, out)
+	for _, version := range []string{"9", "12"} {
+		out, err := exec.CommandContext(t.Context(), "/usr/bin/python3", "-B", "testdata/newer_mitmproxy.py", addon, version).CombinedOutput()
+		if err != nil || string(out) != "ok\n" {
+			t.Errorf("%s: %v\n%s", version, err, out)
+		}
 	}
+}
+
+// TestNothingIsLeftOfWhatHasEnded, in the proxy.
+func TestNothingIsLeftOfWhatHasEnded(t *testing.T) {
+	t.Parallel()
+	n := newSocketsNode(t)
+	echoWorld(n)
+	proxy := launchAddon(n, raw...)
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	settled(t, d, 1, 1)
+	descriptors := func() int {
+		entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", proxy.Pid()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(entries)
+	}
+	before := descriptors()
+	allWell(t, clients(patience(t), 50, random(200), pod.Host), 50)
+	netns.Eventually(t, "its descriptors are about as many as before", func() bool { return descriptors() <= before+5 })
+}
+
+// TestProxyWithFewDescriptors leaves in the kernel what it could accept and not pass on.
+func TestProxyWithFewDescriptors(t *testing.T) {
+	t.Parallel()
+	n := newSocketsNode(t)
+	echoWorld(n)
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	outcome := clients(patience(t), 200, random(200), pod.Host)
+	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == 200 })
+	proxy := launchAddon(n, raw...)
+	few := unix.Rlimit{Cur: 128, Max: 128}
+	if err := unix.Prlimit(proxy.Pid(), unix.RLIMIT_NOFILE, &few, nil); err != nil {
+		t.Fatal(err)
+	}
+	allWell(t, outcome, 200)
 }
 
 // TestAddonBesideARelay: the flows of a mitmproxy that is asked by CONNECT show the pod too, if it is sluiced that says so.

@@ -41,7 +41,7 @@ type Acceptor interface {
 	Serve(ctx, accepting context.Context, g *gate.Gate)
 	// Waiting is how many connections were accepted and wait for the upstream.
 	Waiting() int
-	// Counts are those that do not wait any more.
+	// Counts are those that do not wait any more. They may take milliseconds to find.
 	Counts() gate.Counts
 }
 
@@ -113,9 +113,9 @@ func (a *Agent) Run(ctx context.Context) error {
 		case now := <-reconcile.C:
 			a.reportWaiting(now)
 		case <-reconsider.C:
-			a.reconsider(ctx)
+			a.Reconsider(ctx)
 		case <-a.source.Changed():
-			a.reconsider(ctx)
+			a.Reconsider(ctx)
 		case <-ctx.Done():
 		case <-a.retired:
 		}
@@ -379,6 +379,9 @@ func (a *Agent) shut(n *netns) {
 		}
 	}
 	a.release(n)
+	if err := gate.Discard(a.inherit(n.id)); err != nil {
+		a.log.Error("shutting a gate that was handed over", "err", err)
+	}
 }
 
 // end ends what came through the gate of n.
@@ -423,16 +426,12 @@ func (a *Agent) decide(ctx context.Context, n *netns, at attach.Attachment, live
 
 // Status describes the attachments, by pod.
 func (a *Agent) Status() attach.Status {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	s := attach.Status{Upstream: a.upstream.Status(), Attachments: []attach.AttachmentStatus{}}
-	if a.Ready != nil {
-		if err := a.Ready(); err != nil {
-			s.NotReady = err.Error()
-		}
-	}
-	for id, n := range a.byID {
-		s.Attachments = append(s.Attachments, n.status(id))
+	s := a.Summary()
+	s.Attachments = []attach.AttachmentStatus{}
+	for _, v := range a.views() {
+		at := v.status()
+		at.Open, at.Bytes = v.open()
+		s.Attachments = append(s.Attachments, at)
 	}
 	slices.SortFunc(s.Attachments, func(x, y attach.AttachmentStatus) int {
 		return slices.Compare([]string{x.Pod, x.Attachment}, []string{y.Pod, y.Attachment})
@@ -440,37 +439,81 @@ func (a *Agent) Status() attach.Status {
 	return s
 }
 
-func (n *netns) status(id attach.ID) attach.AttachmentStatus {
-	r := n.attachments[id]
-	s := attach.AttachmentStatus{Pod: r.Pod.String(), Attachment: id.String(), State: r.State, Netns: r.Netns}
+// Summary is the status but for the attachments.
+func (a *Agent) Summary() attach.Status {
+	s := attach.Status{Upstream: a.upstream.Status()}
+	if a.Ready != nil {
+		if err := a.Ready(); err != nil {
+			s.NotReady = err.Error()
+		}
+	}
+	return s
+}
+
+// view is what there is to say of an attachment. The kernel is asked about it without holding mu.
+type view struct {
+	record   attach.Record
+	trouble  string
+	gate     *gate.Gate
+	acceptor Acceptor
+}
+
+func (a *Agent) views() []view {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	views := make([]view, 0, len(a.byID))
+	for id, n := range a.byID {
+		views = append(views, n.view(id))
+	}
+	return views
+}
+
+// view is for who holds Agent.mu.
+func (n *netns) view(id attach.ID) view {
+	return view{*n.attachments[id], n.trouble, n.gate, n.acceptor}
+}
+
+// status is all that costs nothing to find out.
+func (v view) status() attach.AttachmentStatus {
+	r := v.record
+	s := attach.AttachmentStatus{Pod: r.Pod.String(), Attachment: r.ID.String(), State: r.State, Netns: r.Netns}
 	if r.Installed != nil {
 		s.Backend = r.Installed.Backend
 		if !r.Installed.SYNGate {
 			s.Notes = append(s.Notes, "no SYN gate: this kernel lacks the socket match; refuses connections while sluiced is down")
 		}
 	}
-	if n.trouble != "" {
-		s.Notes = append(s.Notes, n.trouble)
-	}
-	if n.acceptor != nil { // what came through the gate goes on when capture has ended
-		c := n.acceptor.Counts()
-		s.Open, s.Bytes = c.Open, c.Bytes
+	if v.trouble != "" {
+		s.Notes = append(s.Notes, v.trouble)
 	}
 	var err error
-	if s.Waiting, err = n.count(); err != nil {
+	if s.Waiting, err = v.waiting(); err != nil {
 		s.Notes = append(s.Notes, err.Error())
 	}
 	return s
 }
 
-// count is how many connections wait: to be accepted, and for the upstream.
-func (n *netns) count() (waiting int, err error) {
-	if n.acceptor != nil {
-		waiting = n.acceptor.Waiting()
+// waiting is how many connections wait: to be accepted, and for the upstream.
+func (v view) waiting() (n int, err error) {
+	if v.acceptor != nil {
+		n = v.acceptor.Waiting()
 	}
-	if n.gate == nil {
-		return waiting, nil
+	if v.gate == nil {
+		return n, nil
 	}
-	queued, err := n.gate.Queued()
-	return waiting + queued, err
+	queued, err := v.gate.Queued()
+	if errors.Is(err, os.ErrClosed) {
+		err = nil // since the look at it
+	}
+	return n + queued, err
+}
+
+// open is how many connections are open, and what they have carried. What came through a gate goes on when capture has
+// ended.
+func (v view) open() (n int, bytes uint64) {
+	if v.acceptor == nil {
+		return 0, 0
+	}
+	c := v.acceptor.Counts()
+	return c.Open, c.Bytes
 }

@@ -102,13 +102,13 @@ func TestEnrolledAndReleasedLive(t *testing.T) {
 	here := optin.Running{Pod: pod, IPs: []netip.Addr{netip.MustParseAddr(ip)}, Facts: optin.Pod{Labels: map[string]string{optin.Label: "true"}}}
 	a := newAgentFor(t, w)
 
-	a.reconsider(t.Context())
+	a.Reconsider(t.Context())
 	if s := a.Status().Attachments; len(s) > 0 {
 		t.Fatalf("nothing is wanted: got %+v", s)
 	}
 
 	w.set(capture, here)
-	a.reconsider(t.Context())
+	a.Reconsider(t.Context())
 	id := attach.ID{ContainerID: pod.UID, IfName: "eth0"}
 	if s, ok := a.of(id); !ok || s.State != attach.Captured || s.Pod != "ci/old-0" {
 		t.Fatalf("labelled: got %+v", s)
@@ -131,13 +131,13 @@ func TestEnrolledAndReleasedLive(t *testing.T) {
 		d.Ruleset.ExcludePorts = []ruleset.PortRange{{First: 81, Last: 81}}
 		return d, err
 	}, here)
-	a.reconsider(t.Context())
+	a.Reconsider(t.Context())
 	if got, want := <-p.ask(t, server+":81"), "hello 198.51.100.2"; got != want {
 		t.Errorf("to a port that was excluded by now: got %q, want %q", got, want)
 	}
 
 	w.set(pass, here)
-	a.reconsider(t.Context())
+	a.Reconsider(t.Context())
 	if got, want := <-p.ask(t, server+":80"), "hello 198.51.100.2"; got != want {
 		t.Errorf("released: got %q, want %q", got, want)
 	}
@@ -173,7 +173,7 @@ func TestReleasedConnectionsGoOn(t *testing.T) {
 			return s.Waiting == 1
 		})
 		w.set(pass)
-		a.reconsider(t.Context())
+		a.Reconsider(t.Context())
 		if got, want := <-p.ask(t, server+":80"), "hello 198.51.100.2"; got != want {
 			t.Errorf("released: got %q, want %q", got, want)
 		}
@@ -201,7 +201,7 @@ func TestNothingIsLeftOfAReleasedPod(t *testing.T) {
 		r := a.write(t, p.Host, attach.Captured, p.apply(t, backend))
 		a.Reconcile(t.Context())
 		w.set(pass)
-		a.reconsider(t.Context())
+		a.Reconsider(t.Context())
 		a.Reconcile(t.Context())
 		if rules := p.rules(); strings.Contains(strings.ToLower(rules), "sluice") {
 			t.Errorf("rules are left:\n%s", rules)
@@ -224,7 +224,7 @@ func TestPodsThatCannotBeCapturedAreTold(t *testing.T) {
 	)
 	a := newAgentFor(t, w)
 	for range 2 {
-		a.reconsider(t.Context())
+		a.Reconsider(t.Context())
 	}
 	want := []string{
 		"ci/host true SluiceNotCaptured: the pod uses the host's network: what it sends is the node's",

@@ -238,7 +238,7 @@ func (a *Agent) Returned(netns string, files []*os.File) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for id, n := range a.netns {
-		if id.String() != netns || n.gate != nil || a.inherited[id] != nil {
+		if id.String() != netns || n.gate != nil || a.inherited[id] != nil || !n.captured() {
 			continue
 		}
 		if err := gate.Belong(files, id); err != nil {
@@ -250,6 +250,16 @@ func (a *Agent) Returned(netns string, files []*os.File) {
 		return
 	}
 	unixsock.Close(files)
+}
+
+// captured is for who holds Agent.mu.
+func (n *netns) captured() bool {
+	for _, r := range n.attachments {
+		if r.State == attach.Captured {
+			return true
+		}
+	}
+	return false
 }
 
 // dropInherited closes the listeners that nobody wanted.

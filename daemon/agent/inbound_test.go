@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/sluice-cni/sluice/daemon/gate"
 	nstest "github.com/sluice-cni/sluice/integration/netns"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
@@ -61,13 +62,13 @@ func TestInboundPortsChangeLive(t *testing.T) {
 
 		for range 2 { // whether it is the first time or not
 			w.set(captureInbound)
-			a.reconsider(t.Context())
+			a.Reconsider(t.Context())
 			a.Reconcile(t.Context())
 			if got := inbound(); got != 1 {
 				t.Fatalf("inbound ports: got %d listeners, want 1", got)
 			}
 			w.set(capture)
-			a.reconsider(t.Context())
+			a.Reconsider(t.Context())
 			a.Reconcile(t.Context())
 			check("no inbound ports any more")
 			if inbound() > 0 {
@@ -76,18 +77,18 @@ func TestInboundPortsChangeLive(t *testing.T) {
 		}
 
 		w.set(captureInbound)
-		a.reconsider(t.Context())
+		a.Reconsider(t.Context())
 		p.ask(t, service)
 		nstest.Eventually(t, "an inbound connection waits too", waits(2))
 		w.set(capture)
-		a.reconsider(t.Context())
+		a.Reconsider(t.Context())
 		a.Reconcile(t.Context())
 		check("no inbound ports, and one that waits")
 		if !waits(2)() || inbound() != 1 {
 			t.Error("what waits does not wait any more")
 		}
 		w.set(pass)
-		a.reconsider(t.Context())
+		a.Reconsider(t.Context())
 		a.Reconcile(t.Context())
 		check("released")
 		if !waits(2)() {
@@ -128,5 +129,34 @@ func TestInboundAtEveryAddress(t *testing.T) {
 	nowhere.IPs = nil
 	if _, err := a.Attach(t.Context(), nowhere); err == nil || !strings.Contains(err.Error(), "addresses are not known") {
 		t.Errorf("without an address: got %v, want an error that says so", err)
+	}
+}
+
+// TestReturnedListenersOfAPodThatGoes: they would keep its netns, and a connection in it.
+func TestReturnedListenersOfAPodThatGoes(t *testing.T) {
+	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+	h := nstest.NewHost(t, "pod")
+	h.IP("link", "set", "lo", "up")
+	for _, state := range []attach.State{attach.Captured, attach.Passed} {
+		a := newAgent(t, pass)
+		at := attachment(h, "eth0")
+		id, err := attach.IdentifyNetns(at.Netns)
+		if err != nil {
+			t.Fatal(err)
+		}
+		g, err := gate.Open(h.Path())
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := a.enter(id)
+		a.join(n, &attach.Record{Attachment: at, NetnsID: id, State: state})
+		a.leave(n)
+		a.Returned(id.String(), g.Files())
+		if err := a.Detach(at.ID); err != nil {
+			t.Fatal(err)
+		}
+		if listening(t, h) {
+			t.Errorf("%s: somebody still listens", state)
+		}
 	}
 }

@@ -29,19 +29,23 @@ func (Metrics) Describe(ch chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (m Metrics) Collect(ch chan<- prometheus.Metric) {
-	s := m.Agent.Status()
+	up := m.Agent.upstream.Status()
 	ready, waiting, open := 0, 0, 0
-	if s.Upstream.Ready {
+	if up.Ready {
 		ready = 1
 	}
 	states, pods := map[string]int{}, map[string]int{}
-	for _, a := range s.Attachments {
+	for _, v := range m.Agent.views() {
+		a := v.status()
 		states[string(a.State)]++
 		if a.State == attach.Captured {
 			pods[a.Pod] += a.Waiting
 		}
 		waiting += a.Waiting
-		open += a.Open
+		if len(up.Proxies) == 0 { // else they say it, and to find it out takes milliseconds for each pod
+			n, _ := v.open()
+			open += n
+		}
 	}
 	gauge := func(d *prometheus.Desc, v int, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, float64(v), labels...)
@@ -52,7 +56,8 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 		}
 	}
 	proxies, held := map[string]int{}, map[string]int{}
-	for _, p := range s.Upstream.Proxies {
+	for _, p := range up.Proxies {
+		open += p.Connections
 		state := "answers"
 		if p.Hangs {
 			state = "hangs"

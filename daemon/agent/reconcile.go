@@ -252,9 +252,10 @@ func (a *Agent) free(ctx context.Context, r *attach.Record, released func() erro
 	return nil
 }
 
-// reconsider looks whether the source still wants of each attachment what was done, and of each pod that runs
+// Reconsider looks whether the source still wants of each attachment what was done, and of each pod that runs
 // without having been attached whether it is to be captured.
-func (a *Agent) reconsider(ctx context.Context) {
+func (a *Agent) Reconsider(ctx context.Context) {
+	a.Reconcile(ctx) // what has just been recorded can be changed too
 	a.handing.RLock()
 	defer a.handing.RUnlock()
 	if a.isRetired() {
@@ -359,7 +360,9 @@ func (a *Agent) unused(n *netns) bool {
 		return false
 	}
 	for id := range n.attachments {
-		if s := n.status(id); s.Waiting+s.Open > 0 {
+		v := n.view(id)
+		waiting, err := v.waiting()
+		if open, _ := v.open(); err != nil || waiting+open > 0 {
 			return false
 		}
 	}

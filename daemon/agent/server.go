@@ -66,6 +66,9 @@ func (a *Agent) handler() http.Handler {
 	mux.HandleFunc("GET "+attach.PathAttachments, func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, a.Status().Attachments, nil)
 	})
+	mux.HandleFunc("GET "+attach.PathSummary, func(w http.ResponseWriter, _ *http.Request) {
+		answer(w, a.Summary(), nil)
+	})
 	mux.HandleFunc("GET "+attach.PathStatus, func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, a.Status(), nil)
 	})

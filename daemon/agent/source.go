@@ -96,7 +96,7 @@ func (a *Agent) waitedLong(now time.Time, late bool) []attach.Pod {
 	for id, n := range a.byID {
 		waiting := 0
 		if late {
-			waiting, _ = n.count() // the status shows the error
+			waiting, _ = n.view(id).waiting() // the status shows the error
 		}
 		switch {
 		case waiting == 0:

@@ -201,6 +201,15 @@ func (l *Listener) boundTo() (netip.AddrPort, error) {
 	return netip.AddrPort{}, err
 }
 
+// Discard shuts and closes listeners that nobody made a gate of.
+func Discard(listeners []*os.File) error {
+	g := &Gate{}
+	for _, f := range listeners {
+		g.Listeners = append(g.Listeners, &Listener{file: f})
+	}
+	return errors.Join(g.Shut(), g.Close())
+}
+
 // Pause ends every Wait, as Close does, until Resume. What waits to be accepted goes on waiting.
 func (g *Gate) Pause() error { return g.deadline(time.Unix(1, 0)) }
 

@@ -364,7 +364,11 @@ func TestSourceTo(t *testing.T) {
 	h.IP("addr", "add", "10.1.0.1/24", "dev", "eth0")
 	h.IP("addr", "add", "fd01::1/64", "dev", "eth0", "nodad")
 	h.IP("link", "set", "eth0", "up")
-	for to, want := range map[string]string{"10.1.0.7": "10.1.0.1", "fd01::7": "fd01::1", "192.0.2.7": "", "2001:db8::7": ""} {
+	h.IP("route", "add", "blackhole", "198.51.100.0/24")
+	h.IP("route", "add", "prohibit", "203.0.113.0/24")
+	for to, want := range map[string]string{
+		"10.1.0.7": "10.1.0.1", "fd01::7": "fd01::1", "192.0.2.7": "", "2001:db8::7": "", "198.51.100.7": "", "203.0.113.7": "",
+	} {
 		var got netip.Addr
 		err := h.Do(func() (err error) {
 			got, err = SourceTo(netip.MustParseAddr(to))

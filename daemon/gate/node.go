@@ -4,8 +4,7 @@ import (
 	"errors"
 	"net"
 	"net/netip"
-
-	"golang.org/x/sys/unix"
+	"os"
 )
 
 // SourceTo is the address from which this node connects to pod; the zero value if there is no way there. Connections
@@ -13,10 +12,11 @@ import (
 func SourceTo(pod netip.Addr) (netip.Addr, error) {
 	// To connect a UDP socket looks the route up, and sends nothing; what the port is does not matter.
 	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(pod, 9)))
-	switch {
-	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.EADDRNOTAVAIL):
-		return netip.Addr{}, nil
-	case err != nil:
+	var failed *os.SyscallError
+	if errors.As(err, &failed) && failed.Syscall == "connect" {
+		return netip.Addr{}, nil // unreachable, by a route of whatever kind
+	}
+	if err != nil {
 		return netip.Addr{}, err
 	}
 	defer c.Close() //nolint:errcheck // nothing was sent

@@ -33,7 +33,8 @@ type Hub struct {
 	mu      sync.Mutex
 	offers  map[string]*offer // by netns
 	proxies map[*proxy]struct{}
-	since   time.Time // since when there is a proxy, or none
+	left    map[netip.Addr]time.Time // when the proxies with these addresses went
+	since   time.Time                // since when there is a proxy, or none
 	there   bool
 }
 
@@ -44,7 +45,7 @@ func New(path, node string, labels func(attach.Pod) map[string]string, log *slog
 	}
 	return &Hub{
 		path: path, node: node, labels: labels, log: log,
-		offers: map[string]*offer{}, proxies: map[*proxy]struct{}{}, since: time.Now(),
+		offers: map[string]*offer{}, proxies: map[*proxy]struct{}{}, left: map[netip.Addr]time.Time{}, since: time.Now(),
 	}
 }
 
@@ -148,9 +149,16 @@ func (h *Hub) wake() {
 	}
 }
 
-// Run serves proxies on l until ctx ends. They keep what they hold. returned takes over listeners that a proxy has from
-// a daemon before this one, if they are wanted.
-func (h *Hub) Run(ctx context.Context, l net.Listener, returned func(id string, files []*os.File)) error {
+// Owner is whose listeners are handed out.
+type Owner interface {
+	// Returned takes over listeners that a proxy has from a daemon before this one, if they are wanted.
+	Returned(netns string, files []*os.File)
+	// Reconsider brings the pods in line with the addresses of proxies that have changed.
+	Reconsider(context.Context)
+}
+
+// Run serves proxies on l until ctx ends. They keep what they hold.
+func (h *Hub) Run(ctx context.Context, l net.Listener, owner Owner) error {
 	stop := context.AfterFunc(ctx, func() { _ = l.Close() })
 	defer stop()
 	var serving sync.WaitGroup
@@ -162,7 +170,15 @@ func (h *Hub) Run(ctx context.Context, l net.Listener, returned func(id string, 
 			if ctx.Err() != nil {
 				return nil
 			}
-			return fmt.Errorf("proxy socket %s: %w", h.path, err)
+			if errors.Is(err, net.ErrClosed) {
+				return fmt.Errorf("proxy socket %s: %w", h.path, err)
+			}
+			h.log.Warn("accepting a proxy", "err", err) // out of descriptors, most likely
+			select {
+			case <-time.After(pingInterval):
+			case <-ctx.Done():
+			}
+			continue
 		}
 		conn := c.(*net.UnixConn)
 		p := newProxy(h, conn)
@@ -172,7 +188,7 @@ func (h *Hub) Run(ctx context.Context, l net.Listener, returned func(id string, 
 			continue
 		}
 		serving.Go(func() {
-			err := p.serve(ctx, returned)
+			err := p.serve(ctx, owner)
 			h.leave(p)
 			if ctx.Err() == nil {
 				h.log.Warn("proxy has gone", "proxy", p.name, "err", err)
@@ -195,7 +211,33 @@ func (h *Hub) leave(p *proxy) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	delete(h.proxies, p)
+	for _, a := range p.addresses {
+		h.left[a] = time.Now()
+	}
 	h.judge()
+}
+
+// remembered is for how long a proxy that has gone is taken for one that is about to come again: it may still have
+// listeners.
+const remembered = time.Minute
+
+// Addresses are those that proxies with a network of their own connect from.
+func (h *Hub) Addresses() []netip.Addr {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var all []netip.Addr
+	for p := range h.proxies {
+		all = append(all, p.addresses...)
+	}
+	for a, since := range h.left {
+		if time.Since(since) > remembered {
+			delete(h.left, a)
+			continue
+		}
+		all = append(all, a)
+	}
+	slices.SortFunc(all, netip.Addr.Compare)
+	return slices.Compact(all)
 }
 
 // judge notes whether there is a proxy that answers. It is for who holds mu.

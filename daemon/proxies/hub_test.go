@@ -9,8 +9,11 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -29,9 +32,28 @@ type testHub struct {
 	*Hub
 	mu       sync.Mutex
 	returned []string
+	moved    [][]netip.Addr // the addresses of proxies, each time that they changed
+}
+
+func (h *testHub) Returned(id string, files []*os.File) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.returned = append(h.returned, id)
+	unixsock.Close(files)
+}
+
+func (h *testHub) Reconsider(context.Context) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.moved = append(h.moved, h.Addresses())
 }
 
 func newTestHub(t *testing.T) *testHub {
+	t.Helper()
+	return newTestHubAt(t, func(l net.Listener) net.Listener { return l })
+}
+
+func newTestHubAt(t *testing.T, listener func(net.Listener) net.Listener) *testHub {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "proxy.sock")
 	labels := func(attach.Pod) map[string]string { return map[string]string{"app": "web", "secret": "x"} }
@@ -43,12 +65,7 @@ func newTestHub(t *testing.T) *testHub {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() {
-		done <- h.Run(ctx, l, func(id string, files []*os.File) {
-			h.mu.Lock()
-			defer h.mu.Unlock()
-			h.returned = append(h.returned, id)
-			unixsock.Close(files)
-		})
+		done <- h.Run(ctx, listener(l), h)
 	}()
 	t.Cleanup(func() {
 		cancel()
@@ -223,6 +240,77 @@ func TestWhatAProxyComesWith(t *testing.T) {
 	}
 }
 
+// TestAddressesOfProxies: those of a proxy with a network of its own are known before it has anything to accept on, and
+// for a while after it has gone; it may come again.
+func TestAddressesOfProxies(t *testing.T) {
+	t.Parallel()
+	h := newTestHub(t)
+	h.offer(t)
+	own, err := os.Open("/proc/self/ns/net")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer own.Close() //nolint:errcheck // only read
+	pod := nstest.NewHost(t, "proxy")
+	pod.IP("link", "add", "eth0", "type", "bridge")
+	pod.IP("addr", "add", "10.0.0.9/24", "dev", "eth0")
+	pod.IP("addr", "add", "fd00::9/64", "dev", "eth0", "nodad")
+	pod.IP("link", "set", "lo", "up")
+	pod.IP("link", "set", "eth0", "up")
+	theirs, err := os.Open(pod.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer theirs.Close() //nolint:errcheck // only read
+	hello := message{Kind: kindHello, Version: 1, Name: "\x1b[2Jtest" + strings.Repeat("ä", maxName)}
+	want := []netip.Addr{netip.MustParseAddr("10.0.0.9"), netip.MustParseAddr("fd00::9")}
+	compare := cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
+	for i, tc := range []struct {
+		network *os.File
+		moved   [][]netip.Addr
+	}{{own, nil}, {theirs, [][]netip.Addr{want}}, {theirs, [][]netip.Addr{want}}} {
+		p := h.connect(t)
+		p.say(hello, tc.network)
+		p.wants(kindHello, "")
+		h.mu.Lock()
+		if diff := cmp.Diff(tc.moved, h.moved, compare); diff != "" {
+			t.Errorf("%d: when it is greeted (-want +got):\n%s", i, diff)
+		}
+		h.mu.Unlock()
+		nstest.Eventually(t, "it is known", func() bool { return len(h.Status().Proxies) == 1 })
+		if name := h.Status().Proxies[0].Name; strings.Contains(name, "\x1b") || !utf8.ValidString(name) || len(name) > maxName {
+			t.Errorf("its name is shown as %q", name)
+		}
+		_ = p.Close()
+		nstest.Eventually(t, "it is gone", func() bool { return len(h.Status().Proxies) == 0 })
+	}
+	if diff := cmp.Diff(want, h.Addresses(), compare); diff != "" {
+		t.Errorf("after it has gone (-want +got):\n%s", diff)
+	}
+}
+
+// failing is a listener that fails before it works.
+type failing struct {
+	net.Listener
+	failed atomic.Bool
+}
+
+func (f *failing) Accept() (net.Conn, error) {
+	if !f.failed.Swap(true) {
+		return nil, &net.OpError{Op: "accept", Err: syscall.EMFILE}
+	}
+	return f.Listener.Accept()
+}
+
+// TestOutOfDescriptors is no reason to end, with everything that is relayed.
+func TestOutOfDescriptors(t *testing.T) {
+	t.Parallel()
+	h := newTestHubAt(t, func(l net.Listener) net.Listener { return &failing{Listener: l} })
+	p := h.connect(t)
+	p.say(message{Kind: kindHello, Version: 1, Name: "test"})
+	p.wants(kindHello, "")
+}
+
 func TestOneThatDoesNotLetGoIsGivenUp(t *testing.T) {
 	t.Parallel()
 	h := newTestHub(t)
@@ -256,6 +344,11 @@ func TestHostileProxies(t *testing.T) {
 			p.say(message{Kind: kindHello, Version: 1, Held: 1})
 			p.say(message{Kind: kindHeld, ID: "x"})
 		}, "sockets"},
+		{"something held by a long name", func(p peer) {
+			p.say(message{Kind: kindHello, Version: 1, Held: 1})
+			p.say(message{Kind: kindHeld, ID: strings.Repeat("x", 1000)}, os.Stdin)
+		}, "with an id"},
+		{"a network that is none", func(p peer) { p.say(hello, os.Stdin) }, "the addresses of the proxy"},
 		{"something held that is no socket", func(p peer) {
 			p.say(message{Kind: kindHello, Version: 1, Held: 1})
 			p.say(message{Kind: kindHeld, ID: "x"}, os.Stdin)

@@ -5,9 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"slices"
+	"strings"
 	"time"
+	"unicode"
+
+	"github.com/containernetworking/plugins/pkg/ns"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
@@ -20,8 +25,8 @@ const (
 	patience = 5 * time.Second
 	// pingInterval is how often a proxy is asked whether it is well; silence is how long it may take to answer.
 	pingInterval, silence = time.Second, 3 * time.Second
-	// maxHeld is more than a node has pods.
-	maxHeld = 10_000
+	// maxHeld is more than a node has pods, maxID longer than the longest id of a netns, maxName enough for people.
+	maxHeld, maxID, maxName = 10_000, 64, 100
 )
 
 // proxy is one that is connected.
@@ -33,6 +38,7 @@ type proxy struct {
 	// Guarded by hub.mu.
 	name        string
 	labels      []string
+	addresses   []netip.Addr // that it connects from, unless they are the node's
 	since       time.Time
 	greeted     bool
 	hangs       bool
@@ -69,12 +75,12 @@ func (p *proxy) refuse(why error) {
 }
 
 // serve talks to the proxy until it goes, breaks the protocol, or ctx ends; the error says which.
-func (p *proxy) serve(ctx context.Context, returned func(string, []*os.File)) error {
+func (p *proxy) serve(ctx context.Context, owner Owner) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	stop := context.AfterFunc(ctx, func() { _ = p.conn.Close() })
 	defer stop()
-	if err := p.greet(returned); err != nil {
+	if err := p.greet(ctx, owner); err != nil {
 		p.refuse(err)
 		return err
 	}
@@ -90,12 +96,16 @@ func (p *proxy) serve(ctx context.Context, returned func(string, []*os.File)) er
 }
 
 // greet takes the proxy's hello, and what it holds.
-func (p *proxy) greet(returned func(string, []*os.File)) error {
+func (p *proxy) greet(ctx context.Context, owner Owner) error {
 	if err := p.conn.SetDeadline(time.Now().Add(patience)); err != nil {
 		return err
 	}
 	buffer := make([]byte, maxMessage)
 	hello, files, err := receive(p.conn, buffer)
+	if err != nil {
+		return fmt.Errorf("hello: %w", err)
+	}
+	addresses, err := addressesIn(files)
 	unixsock.Close(files)
 	switch {
 	case err != nil:
@@ -107,30 +117,87 @@ func (p *proxy) greet(returned func(string, []*os.File)) error {
 	}
 	for range hello.Held {
 		m, files, err := receive(p.conn, buffer)
-		if err == nil && (m.Kind != kindHeld || m.ID == "" || len(files) == 0) {
+		if err == nil && (m.Kind != kindHeld || m.ID == "" || len(m.ID) > maxID || len(files) == 0) {
 			unixsock.Close(files)
 			err = fmt.Errorf("want a %q with an id and its sockets, not %q", kindHeld, m.Kind)
 		}
 		if err != nil {
 			return err
 		}
-		if err := p.comesWith(m.ID, files, returned); err != nil {
+		if err := p.comesWith(m.ID, files, owner); err != nil {
 			return err
 		}
 	}
 	if err := send(p.conn, message{Kind: kindHello, Version: version, Node: p.hub.node}, nil); err != nil {
 		return err
 	}
+	if p.moveIn(addresses) {
+		owner.Reconsider(ctx)
+	}
 	p.hub.mu.Lock()
 	defer p.hub.mu.Unlock()
-	p.name, p.labels, p.greeted = hello.Name, hello.Labels, true
+	p.name, p.labels, p.greeted = printable(hello.Name), hello.Labels, true
 	p.hub.log.Info("proxy connected", "proxy", p.name, "held", hello.Held)
 	p.hub.judge()
 	return nil
 }
 
+// moveIn notes the proxy's addresses, and tells whether some are new. Before its own connections to pods are known by
+// them it must not have inbound listeners: they would come back to it.
+func (p *proxy) moveIn(addresses []netip.Addr) (news bool) {
+	known := p.hub.Addresses()
+	p.hub.mu.Lock()
+	defer p.hub.mu.Unlock()
+	p.addresses = addresses
+	return slices.ContainsFunc(addresses, func(a netip.Addr) bool { return !slices.Contains(known, a) })
+}
+
+// printable keeps what is shown from doing something to a terminal.
+func printable(name string) string {
+	name = strings.Map(func(r rune) rune {
+		if !unicode.IsPrint(r) {
+			return -1
+		}
+		return r
+	}, name)
+	return strings.ToValidUTF8(name[:min(len(name), maxName)], "")
+}
+
+// addressesIn are those of the network namespace that came along, if one did and it is not the daemon's own, which is the
+// node's.
+func addressesIn(files []*os.File) ([]netip.Addr, error) {
+	if len(files) == 0 {
+		return nil, nil
+	}
+	mine, err := os.Stat("/proc/self/ns/net")
+	if err != nil {
+		return nil, err
+	}
+	theirs, err := files[0].Stat()
+	if err != nil || os.SameFile(mine, theirs) {
+		return nil, err
+	}
+	var all []netip.Addr
+	err = ns.WithNetNSPath(fmt.Sprintf("/proc/self/fd/%d", files[0].Fd()), func(ns.NetNS) error {
+		addrs, err := net.InterfaceAddrs()
+		for _, a := range addrs {
+			if p, err := netip.ParsePrefix(a.String()); err == nil && p.Addr().IsGlobalUnicast() {
+				all = append(all, p.Addr())
+			}
+		}
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("the addresses of the proxy: %w", err)
+	}
+	return all[:min(len(all), maxAddresses)], nil
+}
+
+// maxAddresses is more than a pod has.
+const maxAddresses = 16
+
 // comesWith notes what the proxy has from a daemon before this one.
-func (p *proxy) comesWith(id string, files []*os.File, returned func(string, []*os.File)) error {
+func (p *proxy) comesWith(id string, files []*os.File, owner Owner) error {
 	cookies, err := gate.Cookies(files)
 	if err != nil {
 		unixsock.Close(files)
@@ -143,7 +210,7 @@ func (p *proxy) comesWith(id string, files []*os.File, returned func(string, []*
 	if offered {
 		unixsock.Close(files)
 	} else {
-		returned(id, files)
+		owner.Returned(id, files)
 	}
 	return nil
 }

@@ -71,17 +71,21 @@ func peer(c *net.UnixConn) (cred *unix.Ucred, err error) {
 	return cred, errors.Join(cerr, err)
 }
 
-// Send writes a message with descriptors.
+// Send writes a message with descriptors. The error of a file that is closed already is os.ErrClosed.
 func Send(c *net.UnixConn, message []byte, files []*os.File) error {
-	fds := make([]int, len(files))
-	for i, f := range files {
-		raw, err := f.SyscallConn()
+	// Duplicates: while c is not ready to be written to, a file may be closed, and its number be that of another.
+	var fds []int
+	defer func() {
+		for _, fd := range fds {
+			_ = unix.Close(fd) // a duplicate
+		}
+	}()
+	for _, f := range files {
+		fd, err := duplicate(f)
 		if err != nil {
 			return err
 		}
-		if err := raw.Control(func(fd uintptr) { fds[i] = int(fd) }); err != nil {
-			return err
-		}
+		fds = append(fds, fd)
 	}
 	var rights []byte
 	if len(fds) > 0 {
@@ -89,6 +93,17 @@ func Send(c *net.UnixConn, message []byte, files []*os.File) error {
 	}
 	_, _, err := c.WriteMsgUnix(message, rights, nil)
 	return err
+}
+
+func duplicate(f *os.File) (fd int, err error) {
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	if cerr := raw.Control(func(from uintptr) { fd, err = unix.FcntlInt(from, unix.F_DUPFD_CLOEXEC, 0) }); cerr != nil {
+		return 0, os.ErrClosed // poll's own error for it is another
+	}
+	return fd, err
 }
 
 // MaxFiles is how many descriptors one Receive takes.

@@ -15,10 +15,12 @@ Needs nothing but mitmproxy 8.1 or later. docs/proxies.md in the repository of s
 import asyncio
 import contextvars
 import errno
+import gc
 import ipaddress
 import json
 import logging
 import os
+import resource
 import socket
 import struct
 from typing import Any, Awaitable, Callable, Optional, Sequence
@@ -28,6 +30,7 @@ from mitmproxy import ctx, platform, version
 PROTOCOL = 1
 MAX_MESSAGE = 64 << 10
 RECONNECT = 0.25  # seconds
+RESERVE = 16  # descriptors for whatever else
 
 # Beside the link-local ones, the addresses at which clouds serve a node's credentials.
 METADATA = {ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_address("fd20:ce::254")}
@@ -73,6 +76,7 @@ class Listeners:
     def __init__(self, serve: Callable[[socket.socket, Listener], None]):
         self.serve = serve
         self.held: dict[str, list[Listener]] = {}
+        self.paused = False
 
     def attach(self, id: str, listeners: list[Listener]) -> None:
         self.detach(id)
@@ -90,8 +94,22 @@ class Listeners:
         for id in list(self.held):
             self.detach(id)
 
+    def pause(self) -> None:
+        """Leave what comes where it is: it waits in the kernel."""
+        self.paused = True
+        for listener in self._all():
+            asyncio.get_running_loop().remove_reader(listener.sock)
+
+    def resume(self) -> None:
+        self.paused = False
+        for listener in self._all():
+            self._watch(listener)
+
+    def _all(self) -> list[Listener]:
+        return [listener for listeners in self.held.values() for listener in listeners]
+
     def _watch(self, listener: Listener) -> None:
-        if listener.sock.fileno() >= 0:  # not closed meanwhile
+        if listener.sock.fileno() >= 0 and not self.paused:  # not closed meanwhile
             asyncio.get_running_loop().add_reader(listener.sock, self._accept, listener)
 
     def _accept(self, listener: Listener) -> None:
@@ -121,13 +139,13 @@ async def _ready(sock: socket.socket, add: Callable, remove: Callable) -> None:
         remove(sock)
 
 
-async def send(sock: socket.socket, message: dict, sockets: Sequence[socket.socket] = ()) -> None:
+async def send(sock: socket.socket, message: dict, fds: Sequence[int] = ()) -> None:
     data = json.dumps(message).encode()
     loop = asyncio.get_running_loop()
     while True:
         try:
-            if sockets:
-                socket.send_fds(sock, [data], [s.fileno() for s in sockets])
+            if fds:
+                socket.send_fds(sock, [data], fds)
             else:
                 sock.send(data)
             return
@@ -189,12 +207,13 @@ class Session:
 
     async def _greet(self, sock: socket.socket) -> None:
         held = list(self.listeners.held.items())
-        await send(sock, {
-            "kind": "hello", "version": PROTOCOL, "name": f"mitmproxy {version.VERSION}, pid {os.getpid()}",
-            "labels": self.labels, "held": len(held),
-        })
+        with open("/proc/self/ns/net", "rb") as network:  # so that what comes from there is known to be the proxy's own
+            await send(sock, {
+                "kind": "hello", "version": PROTOCOL, "name": f"mitmproxy {version.VERSION}, pid {os.getpid()}",
+                "labels": self.labels, "held": len(held),
+            }, [network.fileno()])
         for id, listeners in held:
-            await send(sock, {"kind": "held", "id": id}, [l.sock for l in listeners])
+            await send(sock, {"kind": "held", "id": id}, [l.sock.fileno() for l in listeners])
 
     def _obey(self, message: dict, sockets: list[socket.socket]) -> Optional[dict]:
         kind = message["kind"]
@@ -217,18 +236,19 @@ class Session:
         return None  # what a later version may say besides is not for us
 
 
-class Writer:
+class Writer(asyncio.StreamWriter):
     """A StreamWriter whose other end is known by another address."""
 
-    def __init__(self, writer: asyncio.StreamWriter, peername: tuple):
-        self._writer = writer
-        self._peername = peername
+    peername: tuple
+
+    @classmethod
+    def of(cls, writer: asyncio.StreamWriter, peername: tuple) -> "Writer":
+        writer.__class__ = cls  # a second one would close the transport when the first is collected
+        writer.peername = peername
+        return writer
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._peername if name == "peername" else self._writer.get_extra_info(name, default)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._writer, name)
+        return self.peername if name == "peername" else super().get_extra_info(name, default)
 
 
 def pod_address(peername: tuple, ips: Sequence[str]) -> tuple:
@@ -313,7 +333,8 @@ def newer_front(server) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]
 
         _start, _stop = start, stop
 
-    return SluiceInstance(SluiceMode.parse("sluice"), server).handle_stream
+    instance = SluiceInstance(SluiceMode.parse("sluice"), server)
+    return getattr(instance, "handle_stream", None) or instance.handle_tcp_connection  # its name until 10.1
 
 
 class Sluice:
@@ -323,19 +344,24 @@ class Sluice:
         self.listeners = Listeners(self.serve)
         self.session: Optional[Session] = None
         self.front: Optional[Callable] = None
+        self.serving = 0  # connections
+        self.room = 0  # for so many more, at least
 
     def load(self, loader) -> None:
         loader.add_option("sluice_socket", str, "/run/sluice/proxy.sock", "Where sluiced hands sockets over; empty for not at all.")
         loader.add_option("sluice_labels", Sequence[str], [], "Labels of pods that flows shall show.")
         loader.add_option(
             "sluice_relays", Sequence[str], ["127.0.0.0/8", "::1/128", os.environ.get("HOST_IP", "")],
-            "Addresses whose Sluice- headers on CONNECT are believed: sluiced's own.",
+            "Addresses whose Sluice- headers on CONNECT are believed: sluiced's own. To a proxy in a pod with a network of its "
+            "own, that is the address from which the node reaches the pod, with many CNI plugins the pod's gateway.",
         )
 
     def running(self) -> None:
         if not ctx.options.sluice_socket or self.session:
             return
         self.front = front(ctx.master)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.session = Session(ctx.options.sluice_socket, ctx.options.sluice_labels, self.listeners, lambda: len(self.clients))
         self.spawn(self.session.run())
 
@@ -352,7 +378,32 @@ class Sluice:
     # From the socket to mitmproxy.
 
     def serve(self, conn: socket.socket, listener: Listener) -> None:
+        self.serving += 1
+        self.room -= 1
+        if not self.has_room():
+            self.listeners.pause()
+            self.wait_for_room()
         self.spawn(self._serve(conn, listener))
+
+    def has_room(self) -> bool:
+        """Whether one more can be accepted: without a descriptor for its server, mitmproxy would end it."""
+        if self.room <= 0:
+            self.count_room()
+        if self.room <= 0:
+            gc.collect()  # mitmproxy leaves connections to servers to it
+            self.count_room()
+        return self.room > 0
+
+    def count_room(self) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        free = limit - len(os.listdir("/proc/self/fd")) - self.serving - RESERVE  # some may still have no server
+        self.room = free // 3  # until they are counted again
+
+    def wait_for_room(self) -> None:
+        if self.has_room():
+            self.listeners.resume()
+        else:
+            asyncio.get_running_loop().call_later(0.1, self.wait_for_room)
 
     async def _serve(self, conn: socket.socket, listener: Listener) -> None:
         inbound = listener.direction == "inbound"
@@ -367,6 +418,7 @@ class Sluice:
             if not mine:  # mitmproxy 8 goes on for ever with one of its own that is reset before it has asked for its peer
                 conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
             conn.close()
+            self.serving -= 1
             return
         conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -374,12 +426,23 @@ class Sluice:
             current.set(listener.facts(self.session.node))
             peer = writer.get_extra_info("peername")
             known = peer if inbound else pod_address(peer, listener.pod["ips"])
-            await self.front(reader, writer if known == peer else Writer(writer, known))
+            try:
+                await self.front(reader, writer if known == peer else Writer.of(writer, known))
+            except Exception as e:
+                log(logging.ERROR, "%s: connection ended: %r", listener.pod["name"], e)
+            finally:
+                writer.close()  # mitmproxy leaves one that the client has ended first to the garbage collector
+                self.serving -= 1
 
         def protocol() -> asyncio.StreamReaderProtocol:
             return asyncio.StreamReaderProtocol(asyncio.StreamReader(), talk)
 
-        await asyncio.get_running_loop().connect_accepted_socket(protocol, conn)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, conn)
+        except OSError as e:
+            log(logging.WARNING, "%s: connection lost: %s", listener.pod["name"], e)
+            conn.close()
+            self.serving -= 1
 
     def client_connected(self, client) -> None:
         facts = current.get()

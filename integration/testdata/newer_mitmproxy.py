@@ -5,6 +5,7 @@ and handle_stream takes the original destination of the socket if the mode is a 
 """
 import asyncio
 import importlib.util
+import socket
 import sys
 import types
 from typing import Generic, TypeVar, get_args
@@ -50,10 +51,15 @@ class ServerInstance(Generic[M]):
         assert mode.type_name not in ServerInstance.instances
         ServerInstance.instances[mode.type_name] = cls
 
-    async def handle_stream(self, reader, writer):
+    async def serve(self, reader, writer):
         layer = self.make_top_layer("context")
         assert isinstance(self.mode, TransparentMode)
-        self.manager.served.append((layer, platform.original_addr(writer)))
+        assert isinstance(writer, asyncio.StreamWriter)
+        self.manager.served.append((layer, platform.original_addr(writer.get_extra_info("socket")), writer.get_extra_info("peername")))
+
+
+# It has had two names.
+setattr(ServerInstance, {"9": "handle_tcp_connection", "12": "handle_stream"}[sys.argv[2]], ServerInstance.serve)
 
 
 class TransparentProxy:
@@ -81,7 +87,7 @@ mode_servers = module("mitmproxy.proxy.mode_servers", ServerInstance=ServerInsta
 module("mitmproxy.proxy", layers=layers, mode_servers=mode_servers, mode_specs=mode_specs)
 module(
     "mitmproxy", platform=platform, proxy=sys.modules["mitmproxy.proxy"],
-    version=types.SimpleNamespace(VERSION="12.0.0"), ctx=types.SimpleNamespace(options=types.SimpleNamespace(mode=["regular"])),
+    version=types.SimpleNamespace(VERSION=sys.argv[2] + ".0.0"), ctx=types.SimpleNamespace(options=types.SimpleNamespace(mode=["regular"])),
 )
 
 spec = importlib.util.spec_from_file_location("sluice", sys.argv[1])
@@ -89,10 +95,23 @@ sluice = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sluice)
 
 serve = sluice.front(Master)
-asyncio.run(serve("reader", "writer"))
-(layer, destination), = server.served
+pod = ("10.0.0.5", 40000)
+
+
+async def connection():
+    """One from a container nested in a pod, as the addon hands it on."""
+    a, b = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=a)
+    await serve(reader, sluice.Writer.of(writer, pod))
+    writer.close()
+    b.close()
+
+
+asyncio.run(connection())
+(layer, destination, peername), = server.served
 assert isinstance(layer, TransparentProxy) and layer.context == "context", layer
 assert destination == ("192.0.2.1", 443), destination
+assert peername == pod, peername
 instance = serve.__self__
 assert instance.is_running and instance.listen_addrs == () and instance.mode.description
 asyncio.run(instance.start())

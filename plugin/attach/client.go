@@ -20,6 +20,7 @@ const (
 
 	PathAttachments = "/v1/attachments" // POST attach, GET list, DELETE …/{containerID}/{ifName} detach
 	PathStatus      = "/v1/status"      // GET
+	PathSummary     = "/v1/summary"     // GET the status without the attachments
 
 	// MaxRequest bounds a request's body, in bytes.
 	MaxRequest = 64 << 10
@@ -84,6 +85,13 @@ func (c *Client) List(ctx context.Context) ([]AttachmentStatus, error) {
 func (c *Client) Status(ctx context.Context) (Status, error) {
 	var s Status
 	err := c.call(ctx, http.MethodGet, PathStatus, nil, &s)
+	return s, err
+}
+
+// Summary is Status without the attachments, to look into which takes the daemon some time.
+func (c *Client) Summary(ctx context.Context) (Status, error) {
+	var s Status
+	err := c.call(ctx, http.MethodGet, PathSummary, nil, &s)
 	return s, err
 }
 
