@@ -131,7 +131,7 @@ func TestMalformedAnnotations(t *testing.T) {
 		"exclude-interfaces":     {"eth+", "a b", "../x", "sixteen-letters-", "lo\nCOMMIT"},
 		"quic":                   {"maybe", ""},
 		"when-late":              {"never", "direct"},
-		"late-timeout":           {"soon", "-1s", "10m"},
+		"late-timeout":           {"soon", "-1s", "10"},
 		"capture-inbound-ports":  {"*", "8080 8081"},
 		"exclude-outbound-port":  {"80"},
 		"":                       {"x"},

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/containernetworking/cni/pkg/types"
 
@@ -38,7 +39,52 @@ func add(ctx context.Context, conf *netconf.Conf, a attach.Attachment) error {
 	if err := p.carryOut(ctx, decision); err != nil {
 		return errors.Join(fmt.Errorf("attaching %s: %w", a, err), p.undo(ctx))
 	}
+	if err := p.hold(decision.Late); err != nil {
+		if err := p.undo(ctx); err != nil {
+			logf("attaching %s: %s", a, err)
+		}
+		return types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", a, err), "the pod is held until the upstream is there")
+	}
 	return nil
+}
+
+const (
+	// maxHold is for a pod that is held without a timeout: runtimes have one, of minutes, and try again.
+	maxHold = time.Minute
+	// holdInterval is how often the daemon is asked.
+	holdInterval = 100 * time.Millisecond
+)
+
+// hold waits for the upstream, if the pod's policy is to.
+func (p *pod) hold(late attach.Late) error {
+	if late.Policy != attach.Hold {
+		return nil
+	}
+	limit := late.Timeout
+	if limit == 0 {
+		limit = maxHold
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	tick := time.NewTicker(holdInterval)
+	defer tick.Stop()
+	last := errors.New("nothing is known of the upstream")
+	for {
+		s, err := p.daemon.Summary(ctx)
+		switch {
+		case err == nil && s.Upstream.Ready:
+			return nil
+		case err == nil:
+			last = fmt.Errorf("upstream %s is late: %s", s.Upstream.Address, s.Upstream.Reason)
+		case ctx.Err() == nil:
+			last = err
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return fmt.Errorf("after %s: %w", limit, last)
+		}
+	}
 }
 
 // pod is one ADD on its way.

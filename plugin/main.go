@@ -125,7 +125,7 @@ func cmdStatus(args *skel.CmdArgs) error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	if _, err := attach.NewClient(conf.AgentSocket).Status(ctx); err != nil {
+	if _, err := attach.NewClient(conf.AgentSocket).Summary(ctx); err != nil {
 		// Not 50: the connections of captured pods wait until the daemon is back.
 		return types.NewError(types.ErrLimitedConnectivity, "onDaemonDown is fail", err.Error())
 	}

@@ -12,6 +12,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
@@ -41,6 +42,8 @@ type Acceptor interface {
 	Serve(ctx, accepting context.Context, g *gate.Gate)
 	// Waiting is how many connections were accepted and wait for the upstream.
 	Waiting() int
+	// Expire resets those of them that have waited for longer than that, and tells how many.
+	Expire(time.Duration) int
 	// Counts are those that do not wait any more. They may take milliseconds to find.
 	Counts() gate.Counts
 }
@@ -71,6 +74,8 @@ type Agent struct {
 	byID    map[attach.ID]*netns
 	told    map[string]string // what was last reported of each pod
 	watched time.Time         // the state of the record directory at the last look
+
+	expired atomic.Uint64 // connections that were reset because they had waited too long
 }
 
 // netns is a network namespace with everything attached to it; nearly always one attachment.
@@ -87,7 +92,8 @@ type netns struct {
 	stop        context.CancelFunc
 	refuse      context.CancelCauseFunc // ends what accepts
 	trouble     string                  // why it is not as its record says
-	waiting     time.Time               // since when connections wait for the upstream; zero while none does
+	timeout     time.Duration           // how long connections wait for the upstream; 0 for as long as it takes
+	late        lateness                // for who holds changing
 }
 
 // New makes an agent without attachments. accept makes the acceptor for one pod, by its netns and its addresses.
@@ -111,7 +117,7 @@ func (a *Agent) Run(ctx context.Context) error {
 		a.Reconcile(ctx)
 		select {
 		case now := <-reconcile.C:
-			a.reportWaiting(now)
+			a.attend(now)
 		case <-reconsider.C:
 			a.Reconsider(ctx)
 		case <-a.source.Changed():
@@ -167,6 +173,7 @@ func (a *Agent) Attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 	} else {
 		a.shut(n)
 	}
+	a.limit(n, d.Late)
 	a.join(n, &attach.Record{Attachment: at, NetnsID: id, State: state(d)})
 	a.log.Info("attached", "attachment", at.String(), "state", string(state(d)), "reason", d.Reason)
 	a.tell(at.Pod, "", d)
@@ -405,6 +412,16 @@ func (a *Agent) interfaces(n *netns, ifName string) []string {
 	return slices.Sorted(maps.Keys(names))
 }
 
+// limit notes how long the connections of n may wait.
+func (a *Agent) limit(n *netns, late attach.Late) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	n.timeout = 0
+	if late.Policy == attach.Queue {
+		n.timeout = late.Timeout
+	}
+}
+
 // addresses are those of a netns, with those that it is about to have.
 func (a *Agent) addresses(n *netns, at attach.Attachment) []netip.Addr {
 	a.mu.Lock()
@@ -463,6 +480,16 @@ func (a *Agent) views() []view {
 	defer a.mu.Unlock()
 	views := make([]view, 0, len(a.byID))
 	for id, n := range a.byID {
+		views = append(views, n.view(id))
+	}
+	return views
+}
+
+func (a *Agent) viewsOf(n *netns) []view {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var views []view
+	for id := range n.attachments {
 		views = append(views, n.view(id))
 	}
 	return views

@@ -247,7 +247,7 @@ func TestLongWaitsAreTold(t *testing.T) {
 		t.Fatal(err)
 	}
 	told := func(now time.Time) bool {
-		a.reportWaiting(now)
+		a.attend(now)
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		return slices.ContainsFunc(w.events, func(e string) bool { return strings.Contains(e, reasonWaiting) })

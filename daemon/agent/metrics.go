@@ -15,6 +15,8 @@ var (
 	metricWait  = prometheus.NewDesc("sluice_waiting_connections", "Captured connections that wait for the upstream.", nil, nil)
 	metricOpen  = prometheus.NewDesc("sluice_open_connections", "Captured connections that go through the upstream.", nil, nil)
 
+	metricExpired = prometheus.NewDesc("sluice_expired_connections_total", "Captured connections that were reset because they had waited too long for the upstream.", nil, nil)
+
 	metricPodWait   = prometheus.NewDesc("sluice_pod_waiting_connections", "Captured connections of one pod that wait for the upstream.", []string{"pod"}, nil)
 	metricProxies   = prometheus.NewDesc("sluice_proxies", "Connected proxies that take sockets, by whether they answer.", []string{"state"}, nil)
 	metricProxyPods = prometheus.NewDesc("sluice_proxy_pods", "Pods whose sockets a proxy has, over the proxies of one name.", []string{"proxy"}, nil)
@@ -22,7 +24,7 @@ var (
 
 // Describe implements prometheus.Collector.
 func (Metrics) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{metricReady, metricCount, metricWait, metricOpen, metricPodWait, metricProxies, metricProxyPods} {
+	for _, d := range []*prometheus.Desc{metricExpired, metricReady, metricCount, metricWait, metricOpen, metricPodWait, metricProxies, metricProxyPods} {
 		ch <- d
 	}
 }
@@ -72,4 +74,5 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 	gauges(metricProxyPods, held)
 	gauge(metricWait, waiting)
 	gauge(metricOpen, open)
+	ch <- prometheus.MustNewConstMetric(metricExpired, prometheus.CounterValue, float64(m.Agent.expired.Load()))
 }

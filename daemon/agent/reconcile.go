@@ -168,7 +168,9 @@ func (a *Agent) settle(ctx context.Context, n *netns, r attach.Record) error {
 			a.report(r.Pod, true, reasonRefused, fmt.Sprintf("the pod stays %s: %s", r.State, err))
 		}
 		return fmt.Errorf("it stays %s: %w", r.State, err)
-	case state(d) == r.State && (!d.Capture || equal(*d.Ruleset, r.Installed.Ruleset)):
+	}
+	a.limit(n, d.Late)
+	if state(d) == r.State && (!d.Capture || equal(*d.Ruleset, r.Installed.Ruleset)) {
 		return nil
 	}
 	was := r.State

@@ -3,7 +3,6 @@ package agent
 import (
 	"context"
 	"fmt"
-	"time"
 
 	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -48,6 +47,7 @@ const (
 	reasonNotCaptured = "SluiceNotCaptured"
 	reasonRefused     = "SluiceRefused"
 	reasonWaiting     = "SluiceUpstreamLate"
+	reasonExpired     = "SluiceConnectionsReset"
 )
 
 // tell reports what became of an attachment that was in another state, or new.
@@ -75,37 +75,4 @@ func (a *Agent) report(pod attach.Pod, warning bool, reason, message string) {
 	if !again {
 		a.source.Report(pod, warning, reason, message)
 	}
-}
-
-// longWait is how long a pod's connections wait for the upstream before the pod's people are told.
-const longWait = 10 * time.Second
-
-// reportWaiting tells the pods whose connections have waited for long, as far as it was called often meanwhile.
-func (a *Agent) reportWaiting(now time.Time) {
-	up := a.upstream.Status()
-	for _, pod := range a.waitedLong(now, up.Reason != "") {
-		a.report(pod, true, reasonWaiting, fmt.Sprintf("connections wait for the upstream %s: %s", up.Address, up.Reason))
-	}
-}
-
-// waitedLong notes since when connections wait, if it is for the upstream that they do.
-func (a *Agent) waitedLong(now time.Time, late bool) []attach.Pod {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	var pods []attach.Pod
-	for id, n := range a.byID {
-		waiting := 0
-		if late {
-			waiting, _ = n.view(id).waiting() // the status shows the error
-		}
-		switch {
-		case waiting == 0:
-			n.waiting = time.Time{}
-		case n.waiting.IsZero():
-			n.waiting = now
-		case now.Sub(n.waiting) >= longWait:
-			pods = append(pods, n.attachments[id].Pod)
-		}
-	}
-	return pods
 }

@@ -25,7 +25,7 @@ import (
 type Config struct {
 	Upstream Upstream
 	Capture  Capture
-	Late     Late
+	Late     attach.Late
 	// AgentSocket is where the plugin and `sluiced status` find the daemon.
 	AgentSocket string
 	// ProxySocket is where proxies find it that take the listeners of pods (protocol sockets): proxy.sock beside the
@@ -105,19 +105,6 @@ const (
 	Kubernetes Source = "kubernetes"
 )
 
-// Late says what becomes of connections while the upstream is late.
-type Late struct {
-	Policy Policy
-	// Timeout is how long a connection waits; 0 for as long as it takes.
-	Timeout time.Duration
-}
-
-// Policy is one of the ways to wait.
-type Policy string
-
-// Queue lets connections wait in the kernel.
-const Queue Policy = "queue"
-
 // Load reads the file at path.
 func Load(path string) (Config, error) {
 	data, err := os.ReadFile(path)
@@ -136,7 +123,7 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	c := Config{
 		Upstream:       Upstream{Protocol: Connect},
 		Capture:        Capture{ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true},
-		Late:           Late{Policy: Queue},
+		Late:           attach.Late{Policy: attach.Queue},
 		AgentSocket:    attach.DefaultSocket,
 		StateDir:       attach.DefaultStateDir,
 		MetricsAddress: "127.0.0.1:15090",
@@ -207,8 +194,8 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 			_, err := oneOf([]string{"reject", "allow"})(s)
 			return s == "reject", err
 		}),
-		"late.policy":    text(&c.Late.Policy, oneOf([]Policy{Queue}, "hold", "direct")),
-		"late.timeout":   text(&c.Late.Timeout, timeout),
+		"late.policy":    text(&c.Late.Policy, oneOf([]attach.LatePolicy{attach.Queue, attach.Hold}, "direct")),
+		"late.timeout":   text(&c.Late.Timeout, Timeout),
 		"agentSocket":    text(&c.AgentSocket, absolute),
 		"proxySocket":    text(&c.ProxySocket, absolute),
 		"stateDir":       text(&c.StateDir, absolute),
@@ -327,13 +314,11 @@ func optional(parse func(string) (string, error)) func(string) (string, error) {
 	}
 }
 
-func timeout(s string) (time.Duration, error) {
+// Timeout reads how long to wait.
+func Timeout(s string) (time.Duration, error) {
 	d, err := time.ParseDuration(s)
-	switch {
-	case err != nil || d < 0:
+	if err != nil || d < 0 {
 		return 0, fmt.Errorf("%q is not a duration such as 90s or 10m", s)
-	case d > 0:
-		return 0, fmt.Errorf("%q: a limit is not in this version yet; it has 0s, to wait for as long as it takes", s)
 	}
 	return d, nil
 }

@@ -7,10 +7,12 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
+	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
@@ -31,7 +33,7 @@ func defaults() Config {
 	return Config{
 		Upstream:       Upstream{Address: "127.0.0.1:18080", Protocol: Connect},
 		Capture:        Capture{Source: All, ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true},
-		Late:           Late{Policy: Queue},
+		Late:           attach.Late{Policy: attach.Queue},
 		AgentSocket:    "/run/sluice/agent.sock",
 		ProxySocket:    "/run/sluice/proxy.sock",
 		StateDir:       "/run/sluice",
@@ -60,8 +62,8 @@ capture:
   excludeCIDRs: [10.0.0.0/8, "fd00::/8", 203.0.113.7]
   quic: allow
 late:
-  policy: queue
-  timeout: 0s
+  policy: hold
+  timeout: 90s
 agentSocket: /s/../a.sock
 proxySocket: /p.sock
 stateDir: /d/
@@ -76,6 +78,7 @@ metricsAddress: "[::1]:9090"
 					netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8"), netip.MustParsePrefix("203.0.113.7/32"),
 				},
 			}
+			c.Late = attach.Late{Policy: attach.Hold, Timeout: 90 * time.Second}
 			c.AgentSocket, c.ProxySocket, c.StateDir, c.MetricsAddress = "/a.sock", "/p.sock", "/d", "[::1]:9090"
 		}},
 		{"the upstream's pods", `
@@ -189,11 +192,10 @@ func TestParseErrors(t *testing.T) {
 		{upstream + "capture: {source: all, excludeCIDRs: [x]}\n", `capture.excludeCIDRs: "x" is not a CIDR`},
 		{upstream + "capture: {source: all, quic: no}\n", `capture.quic: "false" is not one of [reject allow]`},
 
-		{minimal + "late: {policy: wait}\n", `late.policy: "wait" is not one of [queue]`},
-		{minimal + "late: {policy: hold}\n", `late.policy: "hold" is not in this version yet`},
+		{minimal + "late: {policy: wait}\n", `late.policy: "wait" is not one of [queue hold]`},
+		{minimal + "late: {policy: direct}\n", `late.policy: "direct" is not in this version yet`},
 		{minimal + "late: {timeout: forever}\n", `late.timeout: "forever" is not a duration`},
 		{minimal + "late: {timeout: -1s}\n", `late.timeout: "-1s" is not a duration`},
-		{minimal + "late: {timeout: 90s}\n", `late.timeout: "90s": a limit is not in this version yet`},
 		{minimal + "agentSocket: agent.sock\n", `agentSocket: "agent.sock" is not an absolute path`},
 		{minimal + "stateDir: ''\n", `stateDir: "" is not an absolute path`},
 		{minimal + "metricsAddress: 9090\n", `metricsAddress: "9090" is not host:port`},
@@ -262,7 +264,7 @@ func FuzzParse(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if c.Upstream.Address == "" || c.Capture.Source != All || c.Late.Policy != Queue || c.Late.Timeout != 0 {
+		if c.Upstream.Address == "" || c.Capture.Source != All || c.Late.Policy != attach.Queue && c.Late.Policy != attach.Hold || c.Late.Timeout < 0 {
 			t.Errorf("%q: got %+v", data, c)
 		}
 		if !filepath.IsAbs(c.AgentSocket) || !filepath.IsAbs(c.StateDir) {

@@ -298,7 +298,7 @@ type Counts struct {
 func (g *Gate) Queued() (int, error) {
 	n := 0
 	for _, l := range g.Listeners {
-		q, err := l.queued()
+		q, err := l.Queued()
 		if err != nil {
 			return 0, err
 		}
@@ -307,7 +307,8 @@ func (g *Gate) Queued() (int, error) {
 	return n, nil
 }
 
-func (l *Listener) queued() (n int, err error) {
+// Queued counts the connections in the accept queue of l.
+func (l *Listener) Queued() (n int, err error) {
 	cerr := l.control(func(fd int) {
 		var info *unix.TCPInfo
 		if info, err = unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
@@ -344,6 +345,12 @@ func (l *Listener) Wait() error {
 		return os.ErrClosed // poll's own error for it is another
 	}
 	return nil
+}
+
+// Reset ends a connection with a reset: its other end shall not take it for one that was served.
+func Reset(c *net.TCPConn) {
+	_ = c.SetLinger(0) // fails only on a closed connection
+	_ = c.Close()
 }
 
 // Accept takes the connection that has waited longest; nil when there is none after all.

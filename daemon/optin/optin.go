@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -57,10 +56,11 @@ func Decide(c config.Config, pod Pod, interfaces []string) (attach.Decision, err
 		ExcludeCIDRs: c.Capture.ExcludeCIDRs,
 		RejectQUIC:   c.Capture.RejectQUIC,
 	}
-	if err := annotate(&r, pod.Annotations); err != nil {
+	d := attach.Decision{Capture: true, Ruleset: &r, Late: c.Late, Reason: reason}
+	if err := annotate(&d, pod.Annotations); err != nil {
 		return attach.Decision{}, err
 	}
-	return attach.Decision{Capture: true, Ruleset: &r, Reason: reason}, nil
+	return d, nil
 }
 
 // Wanted tells whether pod asks to be captured, whatever stands against it.
@@ -103,66 +103,61 @@ func reachable(address string) netip.AddrPort {
 // Prefix is that of every annotation of ours.
 const Prefix = "sluice.dev/"
 
-// annotations is every annotation, and what it does to the ruleset. What a pod includes replaces what the
+// annotations is every annotation, and what it does to the decision. What a pod includes replaces what the
 // configuration includes; what it excludes is added.
-var annotations = map[string]func(*ruleset.Ruleset, string) error{
-	"include-outbound-ports": func(r *ruleset.Ruleset, v string) (err error) {
-		r.IncludePorts, err = list(v, ruleset.ParsePortRange)
+var annotations = map[string]func(*attach.Decision, string) error{
+	"include-outbound-ports": func(d *attach.Decision, v string) (err error) {
+		d.Ruleset.IncludePorts, err = list(v, ruleset.ParsePortRange)
 		return err
 	},
-	"exclude-outbound-ports": func(r *ruleset.Ruleset, v string) error {
+	"exclude-outbound-ports": func(d *attach.Decision, v string) error {
 		ports, err := list(v, ruleset.ParsePortRange)
-		r.ExcludePorts = slices.Concat(r.ExcludePorts, ports)
+		d.Ruleset.ExcludePorts = slices.Concat(d.Ruleset.ExcludePorts, ports)
 		return err
 	},
-	"include-outbound-cidrs": func(r *ruleset.Ruleset, v string) (err error) {
-		r.IncludeCIDRs, err = list(v, ruleset.ParseCIDR)
+	"include-outbound-cidrs": func(d *attach.Decision, v string) (err error) {
+		d.Ruleset.IncludeCIDRs, err = list(v, ruleset.ParseCIDR)
 		return err
 	},
-	"exclude-outbound-cidrs": func(r *ruleset.Ruleset, v string) error {
+	"exclude-outbound-cidrs": func(d *attach.Decision, v string) error {
 		cidrs, err := list(v, ruleset.ParseCIDR)
-		r.ExcludeCIDRs = slices.Concat(r.ExcludeCIDRs, cidrs)
+		d.Ruleset.ExcludeCIDRs = slices.Concat(d.Ruleset.ExcludeCIDRs, cidrs)
 		return err
 	},
-	"exclude-interfaces": func(r *ruleset.Ruleset, v string) error {
+	"exclude-interfaces": func(d *attach.Decision, v string) error {
 		names, err := list(v, func(s string) (string, error) { return s, ruleset.ValidateInterface(s) })
-		r.ExcludeInterfaces = slices.Concat(r.ExcludeInterfaces, names)
+		d.Ruleset.ExcludeInterfaces = slices.Concat(d.Ruleset.ExcludeInterfaces, names)
 		return err
 	},
-	"quic": func(r *ruleset.Ruleset, v string) error {
+	"quic": func(d *attach.Decision, v string) error {
 		if v != "reject" && v != "allow" {
 			return errors.New("want reject or allow")
 		}
-		r.RejectQUIC = v == "reject"
+		d.Ruleset.RejectQUIC = v == "reject"
 		return nil
 	},
-	"when-late": func(_ *ruleset.Ruleset, v string) error {
+	"when-late": func(d *attach.Decision, v string) error {
 		switch v {
-		case "queue":
+		case "queue", "hold":
+			d.Late.Policy = attach.LatePolicy(v)
 			return nil
-		case "hold", "direct":
-			return errors.New("not in this version yet; it has queue")
+		case "direct":
+			return errors.New("not in this version yet; it has queue and hold")
 		}
 		return errors.New("want queue, hold or direct")
 	},
-	"late-timeout": func(_ *ruleset.Ruleset, v string) error {
-		d, err := time.ParseDuration(v)
-		if err != nil || d < 0 {
-			return errors.New("want a duration such as 90s or 10m")
-		}
-		if d > 0 {
-			return errors.New("a limit is not in this version yet; it has 0s, to wait for as long as it takes")
-		}
-		return nil
+	"late-timeout": func(d *attach.Decision, v string) (err error) {
+		d.Late.Timeout, err = config.Timeout(v)
+		return err
 	},
-	"capture-inbound-ports": func(r *ruleset.Ruleset, v string) (err error) {
-		r.InboundPorts, err = list(v, ruleset.ParsePortRange)
+	"capture-inbound-ports": func(d *attach.Decision, v string) (err error) {
+		d.Ruleset.InboundPorts, err = list(v, ruleset.ParsePortRange)
 		return err
 	},
 }
 
 // annotate applies a pod's annotations. The error names the key and the value.
-func annotate(r *ruleset.Ruleset, pod map[string]string) error {
+func annotate(d *attach.Decision, pod map[string]string) error {
 	for _, key := range slices.Sorted(maps.Keys(pod)) {
 		name, ours := strings.CutPrefix(key, Prefix)
 		if !ours {
@@ -172,7 +167,7 @@ func annotate(r *ruleset.Ruleset, pod map[string]string) error {
 		if !ok {
 			return fmt.Errorf("annotation %s: unknown; known are %s", key, strings.Join(slices.Sorted(maps.Keys(annotations)), ", "))
 		}
-		if err := apply(r, pod[key]); err != nil {
+		if err := apply(d, pod[key]); err != nil {
 			return fmt.Errorf("annotation %s: %q: %w", key, pod[key], err)
 		}
 	}

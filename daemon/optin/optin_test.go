@@ -4,11 +4,13 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
 	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
@@ -105,6 +107,26 @@ func TestAnnotations(t *testing.T) {
 	}
 }
 
+// TestLate: what the pod says of it replaces what the configuration says, each for itself.
+func TestLate(t *testing.T) {
+	t.Parallel()
+	c := conf()
+	c.Late = attach.Late{Policy: attach.Hold, Timeout: time.Minute}
+	for _, tc := range []struct {
+		annotations map[string]string
+		want        attach.Late
+	}{
+		{nil, c.Late},
+		{map[string]string{"sluice.dev/when-late": "queue"}, attach.Late{Policy: attach.Queue, Timeout: time.Minute}},
+		{map[string]string{"sluice.dev/late-timeout": "90s"}, attach.Late{Policy: attach.Hold, Timeout: 90 * time.Second}},
+		{map[string]string{"sluice.dev/when-late": "queue", "sluice.dev/late-timeout": "0s"}, attach.Late{Policy: attach.Queue}},
+	} {
+		if d, err := Decide(c, Pod{Annotations: tc.annotations}, []string{"eth0"}); err != nil || d.Late != tc.want {
+			t.Errorf("%v: got %+v, %v; want %+v", tc.annotations, d.Late, err, tc.want)
+		}
+	}
+}
+
 // TestBadAnnotations: the error names the annotation and the value.
 func TestBadAnnotations(t *testing.T) {
 	t.Parallel()
@@ -119,12 +141,10 @@ func TestBadAnnotations(t *testing.T) {
 		{"exclude-interfaces", "eth+", `"eth+"`},
 		{"quic", "", "want reject or allow"},
 		{"quic", "Reject", "want reject or allow"},
-		{"when-late", "hold", "not in this version yet"},
 		{"when-late", "direct", "not in this version yet"},
 		{"when-late", "never", "want queue, hold or direct"},
-		{"late-timeout", "90", "want a duration"},
-		{"late-timeout", "-1s", "want a duration"},
-		{"late-timeout", "90s", "not in this version yet"},
+		{"late-timeout", "90", "is not a duration"},
+		{"late-timeout", "-1s", "is not a duration"},
 		{"capture-inbound-ports", "x", `"x"`},
 		{"include-ports", "80", "unknown; known are capture-inbound-ports, "},
 		{"", "x", "unknown"},

@@ -112,6 +112,9 @@ func (p *Pod) end(o *offer) {
 // Waiting is none: who is accepted is with a proxy.
 func (p *Pod) Waiting() int { return 0 }
 
+// Expire finds none.
+func (p *Pod) Expire(time.Duration) int { return 0 }
+
 // Counts asks the kernel. What connections have carried that have ended is not known.
 func (p *Pod) Counts() gate.Counts {
 	p.mu.Lock()

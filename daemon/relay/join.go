@@ -91,8 +91,8 @@ func (j *junction) passEnd(to *net.TCPConn) {
 func (j *junction) reset() {
 	j.once.Do(func() {
 		j.ending(carried(j.app))
-		reset(j.app)
-		reset(j.up)
+		gate.Reset(j.app)
+		gate.Reset(j.up)
 	})
 }
 
@@ -161,10 +161,4 @@ func delivered(app *net.TCPConn) uint64 {
 		return 0
 	}
 	return info.Bytes_acked
-}
-
-// reset closes conn so that the peer gets a RST.
-func reset(conn *net.TCPConn) {
-	_ = conn.SetLinger(0) // fails only if it is closed already
-	_ = conn.Close()
 }

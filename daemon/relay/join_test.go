@@ -192,7 +192,7 @@ func TestJoinPassesResetsOn(t *testing.T) {
 				}
 				send(t, other, "x") // both are at work
 				checkReads(t, from, one, "x")
-				reset(one)
+				gate.Reset(one)
 				checkEnd(t, "the other", other, syscall.ECONNRESET)
 				<-e.done
 			})

@@ -12,7 +12,6 @@ import (
 	"os"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -51,11 +50,19 @@ type Pod struct {
 	name  attach.Pod
 	ips   []netip.Addr
 
-	waiting atomic.Int64
 	mu      sync.Mutex
+	waiting map[*waiting]struct{}
 	open    map[*net.TCPConn]struct{} // the apps'
 	bytes   uint64                    // of connections that have ended
 }
+
+// waiting is a connection that was accepted and that the upstream has not answered for yet.
+type waiting struct {
+	since  time.Time
+	expire context.CancelCauseFunc
+}
+
+var errExpired = errors.New("it has waited for longer than its pod's timeout")
 
 // For makes a pod, with its addresses, whose connections are relayed.
 func (r *Relay) For(name attach.Pod, ips []netip.Addr) *Pod {
@@ -63,7 +70,42 @@ func (r *Relay) For(name attach.Pod, ips []netip.Addr) *Pod {
 }
 
 // Waiting counts the connections that were accepted and that the upstream has not answered for yet.
-func (p *Pod) Waiting() int { return int(p.waiting.Load()) }
+func (p *Pod) Waiting() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.waiting)
+}
+
+// Expire resets those that have waited for longer than d, and tells how many.
+func (p *Pod) Expire(d time.Duration) (count int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for w := range p.waiting {
+		if time.Since(w.since) > d {
+			w.expire(errExpired)
+			count++
+		}
+	}
+	return count
+}
+
+// wait is the context of a connection while it waits, until done.
+func (p *Pod) wait(ctx context.Context) (_ context.Context, done func()) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	w := &waiting{time.Now(), cancel}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.waiting == nil {
+		p.waiting = map[*waiting]struct{}{}
+	}
+	p.waiting[w] = struct{}{}
+	return ctx, func() {
+		cancel(nil)
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		delete(p.waiting, w)
+	}
+}
 
 // Counts asks the kernel for what the open connections have carried so far.
 func (p *Pod) Counts() gate.Counts {
@@ -172,15 +214,21 @@ func (p *Pod) serve(ctx context.Context, g *gate.Gate, inbound bool, conn *net.T
 	}
 	if err != nil {
 		log.Warn("connection refused", "to", dst.String(), "err", err)
-		reset(conn)
+		gate.Reset(conn)
 		return
 	}
-	p.waiting.Add(1)
-	up, first, err := r.reach(ctx, conn, req, slot)
-	p.waiting.Add(-1)
+	waits, done := p.wait(ctx)
+	up, first, err := r.reach(waits, conn, req, slot)
+	if waits.Err() != nil {
+		err = context.Cause(waits)
+	}
+	done()
 	if err != nil {
+		if up != nil {
+			_ = up.Close() // it came a moment too late
+		}
 		log.Info("connection reset", "to", dst.String(), "err", err)
-		reset(conn)
+		gate.Reset(conn)
 		return
 	}
 	slot.leave()

@@ -79,7 +79,7 @@ func TestEnded(t *testing.T) {
 	if ended(near) {
 		t.Error("a half shut connection: got ended")
 	}
-	reset(far)
+	gate.Reset(far)
 	netns.Eventually(t, "a reset connection has ended", func() bool { return ended(near) })
 	_ = near.Close()
 	if !ended(near) {

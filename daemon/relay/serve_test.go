@@ -244,7 +244,7 @@ func TestServeLetsGoOfAppsThatGaveUp(t *testing.T) {
 	})
 	app := s.dial(t, web)
 	netns.Eventually(t, "it is asked for again and again", func() bool { return asked.Load() > 2 && s.pod.Waiting() == 1 })
-	reset(app)
+	gate.Reset(app)
 	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Waiting() == 0 && s.pod.Counts() == (gate.Counts{}) })
 }
 

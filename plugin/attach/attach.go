@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"regexp"
 	"strings"
+	"time"
 
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -122,6 +123,22 @@ type Record struct {
 	Installed *ruleset.Installed `json:"installed,omitempty"`
 }
 
+// Late says what becomes of the connections of an attachment while the upstream is late.
+type Late struct {
+	Policy LatePolicy `json:"policy"`
+	// Timeout is how long a connection waits, or with Hold how long ADD does; 0 for as long as it takes.
+	Timeout time.Duration `json:"timeout"`
+}
+
+// LatePolicy is one of the ways to wait.
+type LatePolicy string
+
+// The policies.
+const (
+	Queue LatePolicy = "queue" // connections wait, and are reset after the timeout
+	Hold  LatePolicy = "hold"  // ADD waits, so that the pod does not start, and fails after the timeout; then as Queue without one
+)
+
 // Decision is the daemon's answer to an attachment.
 type Decision struct {
 	Capture bool `json:"capture"`
@@ -129,6 +146,7 @@ type Decision struct {
 	Ruleset *ruleset.Ruleset `json:"ruleset,omitempty"`
 	// Provisional means that it is captured until the daemon knows whether it is to be.
 	Provisional bool `json:"provisional,omitempty"`
+	Late        Late `json:"late"`
 	// Reason says why, for logs. A decision without one is none.
 	Reason string `json:"reason"`
 }

@@ -1,0 +1,84 @@
+package agent
+
+import (
+	"errors"
+	"io"
+	"net"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// TestQueuedConnectionsExpire: each when it has waited for its pod's timeout itself, and not for those before it. People
+// are told once.
+func TestQueuedConnectionsExpire(t *testing.T) {
+	t.Parallel()
+	h := nstest.NewHost(t, "pod")
+	h.IP("link", "set", "lo", "up")
+	w := newWishes()
+	w.set(func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+		d, err := capture(at, interfaces)
+		d.Late = attach.Late{Policy: attach.Queue, Timeout: time.Minute}
+		return d, err
+	})
+	a := newAgentFor(t, w)
+	at := attachment(h, "eth0")
+	if _, err := a.Attach(t.Context(), at); err != nil {
+		t.Fatal(err)
+	}
+	connect := func(waiting int) net.Conn {
+		t.Helper()
+		c, err := h.Dial(t.Context(), "tcp", "127.0.0.1:15001")
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = c.Close() })
+		nstest.Eventually(t, "it waits", func() bool {
+			s, _ := a.of(at.ID)
+			return s.Waiting == waiting
+		})
+		return c
+	}
+	isReset := func(c net.Conn) bool {
+		_ = c.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
+		_, err := c.Read(make([]byte, 1))
+		if errors.Is(err, io.EOF) {
+			t.Error("it was ended, not reset")
+		}
+		return errors.Is(err, syscall.ECONNRESET)
+	}
+	start := time.Now()
+	first := connect(1)
+	a.attend(start)
+	second := connect(2)
+	a.attend(start.Add(30 * time.Second))
+	a.attend(start.Add(59 * time.Second))
+	if isReset(first) || isReset(second) {
+		t.Error("reset too early")
+	}
+	a.attend(start.Add(60 * time.Second))
+	if !isReset(first) {
+		t.Error("the first was not reset after its time")
+	}
+	if isReset(second) {
+		t.Error("the second was reset with the first")
+	}
+	a.attend(start.Add(90 * time.Second))
+	if !isReset(second) {
+		t.Error("the second was not reset after its time")
+	}
+	if got := a.expired.Load(); got != 2 {
+		t.Errorf("got %d counted, want 2", got)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	told := slices.DeleteFunc(slices.Clone(w.events), func(e string) bool { return !strings.Contains(e, reasonExpired) })
+	if len(told) != 1 || !strings.Contains(told[0], "for more than 1m0s") {
+		t.Errorf("got events %q, want one", told)
+	}
+}

@@ -1,0 +1,83 @@
+package integration
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// late are annotations.
+func late(policy, timeout string) map[string]string {
+	return map[string]string{"sluice.dev/when-late": policy, "sluice.dev/late-timeout": timeout}
+}
+
+// TestQueueTimeout: connections are reset when they have waited for longer than the timeout of their pod; those of another
+// wait on, and are served.
+func TestQueueTimeout(t *testing.T) {
+	t.Parallel()
+	for _, protocol := range []string{"connect", "sockets"} {
+		t.Run(protocol, func(t *testing.T) {
+			t.Parallel()
+			n := netns.NewNode(t, bin)
+			start := func() { startConnectProxy(n) }
+			if protocol == "sockets" {
+				n = newSocketsNode(t)
+				start = func() { launchAddon(n, raw...) }
+			}
+			n.Config["late"] = map[string]any{"policy": "queue", "timeout": "2s"}
+			echoWorld(n)
+			d := n.StartDaemon()
+			hasty := n.AddPod("hasty")
+			patient := flavours[0].addPod(t, n, "patient", annotated(n, late("queue", "0s")))
+			ends, served := clients(patience(t), 10, random(200), hasty.Host), clients(patience(t), 10, random(200), patient.Host)
+			netns.Eventually(t, "all of them wait", func() bool { return waiting(d, hasty, patient) == 20 })
+			for range 10 {
+				if err := <-ends; !errors.Is(err, syscall.ECONNRESET) {
+					t.Errorf("got %v, want a reset", err)
+				}
+			}
+			netns.Eventually(t, "the log says so", func() bool { return strings.Contains(d.Log(), "connections reset: they have waited too long") })
+			start()
+			allWell(t, served, 10)
+			allWell(t, clients(patience(t), 10, random(200), hasty.Host), 10)
+		})
+	}
+}
+
+// TestHold: ADD waits for the upstream, and for no longer than it may; other pods start meanwhile.
+func TestHold(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	echoWorld(n)
+	d := n.StartDaemon()
+	given := n.NewPod("givenup")
+	annotated(n, late("hold", "300ms"))(given)
+	wantError(t, given.Add(), 11, "upstream 127.0.0.1:18080 is late", "after 300ms")
+	wantNoTraces(t, n, given.Host)
+
+	held := n.NewPod("held")
+	annotated(n, late("hold", "0s"))(held)
+	added := make(chan error, 1)
+	go func() { added <- held.Add() }()
+	netns.Eventually(t, "the pod is held", func() bool {
+		return slices.ContainsFunc(d.Status().Attachments, func(a attach.AttachmentStatus) bool { return a.Pod == held.String() })
+	})
+	n.AddPod("other")
+	select {
+	case err := <-added:
+		t.Fatalf("ADD of a pod that is held returned: %v", err)
+	case <-time.After(300 * time.Millisecond):
+	}
+	startConnectProxy(n)
+	if err := <-added; err != nil {
+		t.Fatalf("ADD: %v", describe(err))
+	}
+	t.Cleanup(func() { _ = held.Del() })
+	allWell(t, clients(patience(t), 4, random(200), held.Host), 4)
+}
