@@ -166,6 +166,9 @@ func (p *pod) carryOut(ctx context.Context, d attach.Decision) error {
 		if !in.SYNGate {
 			logf("%s: this kernel has no socket match, so no SYN gate: while sluiced is down its connections are refused, not held", p.record.Attachment)
 		}
+		if err := ruleset.Patience(p.record.Netns, p.record.State == attach.Captured); err != nil {
+			logf("%s: gives up sooner if sluiced is late: %s", p.record.Attachment, err)
+		}
 	} else if p.was != nil && len(p.siblings) == 0 {
 		if err := p.was.Remove(ctx, p.record.Netns, nil); err != nil {
 			return err

@@ -220,6 +220,10 @@ func (a *Agent) capture(ctx context.Context, n *netns, r *attach.Record, want ru
 		return err
 	}
 	r.Installed = &in
+	if err := ruleset.Patience(r.Netns, true); err != nil {
+		// In a container /proc/sys is read-only; the plugin, which is not in one, has done it for most pods.
+		a.log.Debug("the pod gives up sooner if sluiced is late", "attachment", r.String(), "err", err)
+	}
 	if r.State == attach.Provisional {
 		if err := forgetWaiting(r.Netns); err != nil {
 			return err

@@ -1,0 +1,47 @@
+package ruleset_test
+
+import (
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// TestPatience: of a pod that may not be captured nothing changes but what it does with SYNs, and what is more patient
+// already stays.
+func TestPatience(t *testing.T) {
+	t.Parallel()
+	h := netns.NewHost(t, "pod")
+	const quick = "net.ipv4.tcp_rto_max_ms"
+	if _, err := os.Stat("/proc/sys/net/ipv4/tcp_rto_max_ms"); err != nil {
+		t.Skipf("this kernel has no %s", quick)
+	}
+	get := func(name string) string { return strings.TrimSpace(h.Exec("sysctl", "-n", name)) }
+	before := []string{get(quick), get("net.ipv4.tcp_retries2")}
+	check := func(when, name, want string) {
+		t.Helper()
+		if got := get(name); got != want {
+			t.Errorf("%s: got %s = %s, want %s", when, name, got, want)
+		}
+	}
+	patience := func(captured bool) {
+		t.Helper()
+		if err := ruleset.Patience(h.Path(), captured); err != nil {
+			t.Fatal(err)
+		}
+	}
+	patience(false)
+	check("not known", "net.ipv4.tcp_syn_retries", "127")
+	check("not known", "net.ipv4.tcp_syn_linear_timeouts", "127")
+	check("not known", quick, before[0])
+	check("not known", "net.ipv4.tcp_retries2", before[1])
+	patience(true)
+	check("captured", quick, "4000")
+	check("captured", "net.ipv4.tcp_retries2", "233")
+	h.Exec("sysctl", "-qw", quick+"=2000", "net.ipv4.tcp_retries2=250")
+	patience(true)
+	check("more of it already", quick, "2000")
+	check("more of it already", "net.ipv4.tcp_retries2", "250")
+}
