@@ -23,6 +23,8 @@ type entry struct {
 	ExcludeNamespaces []string        `json:"excludeNamespaces"`
 	OnDaemonDown      string          `json:"onDaemonDown"`
 	Backend           string          `json:"backend"`
+
+	StatusNeedsUpstream bool `json:"statusNeedsUpstream,omitempty"`
 }
 
 // installFlags are the same for every command that installs.
@@ -41,6 +43,7 @@ func (f *installFlags) add(c *cobra.Command) {
 	c.Flags().StringSliceVar(&f.entry.IncludeNamespaces, "include-namespaces", []string{}, "the only namespaces that sluice asks about; empty for all")
 	c.Flags().StringSliceVar(&f.entry.ExcludeNamespaces, "exclude-namespaces", defaults.ExcludeNamespaces, "namespaces that pass through untouched")
 	c.Flags().StringVar(&f.entry.OnDaemonDown, "on-daemon-down", defaults.OnDaemonDown, "hold or fail the pods that are added while the daemon is down")
+	c.Flags().BoolVar(&f.entry.StatusNeedsUpstream, "status-needs-upstream", false, "keep the node from taking pods while the upstream is late; it must be able to start without the pod network")
 	c.Flags().StringVar(&f.entry.Backend, "backend", defaults.Backend, "auto, iptables or nftables")
 }
 

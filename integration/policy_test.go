@@ -81,3 +81,24 @@ func TestHold(t *testing.T) {
 	t.Cleanup(func() { _ = held.Del() })
 	allWell(t, clients(patience(t), 4, random(200), held.Host), 4)
 }
+
+// TestPatienceOfPods: those that are captured wait for longer than TCP does by itself, and others are none of our business.
+func TestPatienceOfPods(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	sysctls := func(h *netns.Host) string {
+		return h.Exec("sysctl", "-n", "net.ipv4.tcp_syn_retries", "net.ipv4.tcp_retries2")
+	}
+	untouched := sysctls(netns.NewHost(t, "untouched"))
+	early := n.AddPod("early") // nobody knows whether it is to be captured
+	if got, want := early.Exec("sysctl", "-n", "net.ipv4.tcp_syn_retries"), "127\n"; got != want {
+		t.Errorf("provisional: got tcp_syn_retries %q, want %q", got, want)
+	}
+	n.StartDaemon()
+	if got, want := n.AddPod("web").Exec("sysctl", "-n", "net.ipv4.tcp_syn_retries"), "127\n"; got != want {
+		t.Errorf("captured: got tcp_syn_retries %q, want %q", got, want)
+	}
+	if got := sysctls(addBystander(t, n).Host); got != untouched {
+		t.Errorf("not captured: got %q, want %q", got, untouched)
+	}
+}

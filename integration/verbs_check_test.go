@@ -216,6 +216,23 @@ if command -v iptables-restore; then exit 1; fi`
 		{name: "the daemon is up, and ADD would fail without", plugin: map[string]any{"onDaemonDown": "fail"}, daemon: true},
 		{name: "the daemon is down, and ADD fails without", plugin: map[string]any{"onDaemonDown": "fail"}, code: 51, names: "onDaemonDown.*sluiced does not answer"},
 		{
+			name: "the upstream is late, and is needed", plugin: map[string]any{"statusNeedsUpstream": true}, daemon: true,
+			code: 51, names: "statusNeedsUpstream.*upstream 127.0.0.1:18080 is late",
+		},
+		{
+			name: "the daemon is down, and the upstream is needed", plugin: map[string]any{"statusNeedsUpstream": true},
+			code: 51, names: "statusNeedsUpstream.*sluiced does not answer",
+		},
+		{
+			name: "the upstream is needed, and there", plugin: map[string]any{"statusNeedsUpstream": true},
+			setup: func(t *testing.T, n *netns.Node) string {
+				startConnectProxy(n)
+				d := n.StartDaemon()
+				netns.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
+				return ""
+			},
+		},
+		{
 			name: "records cannot be made", code: 50, names: "recorded.*not a directory",
 			setup: func(t *testing.T, n *netns.Node) string {
 				if err := os.WriteFile(n.StateDir(), nil, 0o600); err != nil {

@@ -120,14 +120,20 @@ func cmdStatus(args *skel.CmdArgs) error {
 	if err := attach.NewStore(conf.StateDir).Writable(); err != nil {
 		return types.NewError(types.ErrPluginNotAvailable, "attachments cannot be recorded", err.Error())
 	}
-	if conf.OnDaemonDown == netconf.Hold {
+	if conf.OnDaemonDown == netconf.Hold && !conf.StatusNeedsUpstream {
 		return nil // ADD is served without the daemon
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	if _, err := attach.NewClient(conf.AgentSocket).Summary(ctx); err != nil {
-		// Not 50: the connections of captured pods wait until the daemon is back.
+	// Not 50: the connections of captured pods wait until both are there.
+	switch now, err := attach.NewClient(conf.AgentSocket).Summary(ctx); {
+	case err != nil && conf.StatusNeedsUpstream:
+		return types.NewError(types.ErrLimitedConnectivity, "statusNeedsUpstream is true", err.Error())
+	case err != nil:
 		return types.NewError(types.ErrLimitedConnectivity, "onDaemonDown is fail", err.Error())
+	case conf.StatusNeedsUpstream && !now.Upstream.Ready:
+		return types.NewError(types.ErrLimitedConnectivity, "statusNeedsUpstream is true",
+			fmt.Sprintf("upstream %s is late: %s", now.Upstream.Address, now.Upstream.Reason))
 	}
 	return nil
 }

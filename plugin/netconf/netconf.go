@@ -43,6 +43,8 @@ type Conf struct {
 	ExcludeNamespaces []string `json:"excludeNamespaces"`
 	OnDaemonDown      string   `json:"onDaemonDown"`
 	Backend           string   `json:"backend"`
+	// StatusNeedsUpstream makes STATUS fail while the upstream is late, so that the node takes no pods.
+	StatusNeedsUpstream bool `json:"statusNeedsUpstream"`
 
 	RuntimeConfig struct {
 		PodAnnotations map[string]string `json:"io.kubernetes.cri.pod-annotations"`
@@ -54,7 +56,7 @@ type Conf struct {
 // known are the keys of our entry. The rest are those that the CNI spec gives every plugin; it also keeps
 // everything under cni.dev/ for itself.
 var known = []string{
-	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "backend",
+	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "backend", "statusNeedsUpstream",
 	"cniVersion", "cniVersions", "name", "type", "args", "ipMasq", "ipam", "dns", "capabilities", "runtimeConfig",
 	"prevResult", "disableCheck", "disableGC", "loadOnlyInlinedPlugins",
 }

@@ -42,15 +42,15 @@ func TestParseTakesEveryKey(t *testing.T) {
 		"cni.dev/attachments": [], "cni.dev/valid-attachments": [{"containerID": "c1", "ifname": "eth0"}], "cni.dev/whatever": 1,
 		"runtimeConfig": {"io.kubernetes.cri.pod-annotations": {"sluice.dev/quic": "allow"}, "portMappings": []},
 		"agentSocket": "/s", "stateDir": "/d", "includeNamespaces": ["a"], "excludeNamespaces": [],
-		"onDaemonDown": "fail", "backend": "nftables"}`))
+		"onDaemonDown": "fail", "backend": "nftables", "statusNeedsUpstream": true}`))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := c.Validate(); err != nil {
 		t.Errorf("Validate: %v", err)
 	}
-	got := []any{c.AgentSocket, c.StateDir, c.IncludeNamespaces, c.ExcludeNamespaces, c.OnDaemonDown, c.Backend, c.Name, len(c.ValidAttachments)}
-	want := []any{"/s", "/d", []string{"a"}, []string{}, "fail", "nftables", "pods", 1}
+	got := []any{c.AgentSocket, c.StateDir, c.IncludeNamespaces, c.ExcludeNamespaces, c.OnDaemonDown, c.Backend, c.StatusNeedsUpstream, c.Name, len(c.ValidAttachments)}
+	want := []any{"/s", "/d", []string{"a"}, []string{}, "fail", "nftables", true, "pods", 1}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
@@ -70,6 +70,7 @@ func TestParseErrors(t *testing.T) {
 		{`{"stateDir": ["/run"]}`, `stateDir: ["/run"] is not a string`},
 		{`{"backend": {"a": 1}}`, `backend: {"a":1} is not a string`},
 		{`{"onDaemonDown": true}`, "onDaemonDown: true is not a string"},
+		{`{"statusNeedsUpstream": "yes"}`, "statusNeedsUpstream: \"yes\" is not a bool"},
 		{`{"excludeNamespaces": "kube-system"}`, `excludeNamespaces: "kube-system" is not a list of strings`},
 		{`{"includeNamespaces": {}}`, "includeNamespaces: {} is not a list of strings"},
 		{`{"includeNamespaces": ["a", 1]}`, "includeNamespaces"},
@@ -93,7 +94,7 @@ func TestValidateErrors(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct{ stdin, want string }{
 		{`{"agentsocket": "/s"}`, `unknown key "agentsocket"`},
-		{`{"typo": 1}`, `unknown key "typo"; the keys of a sluice entry are agentSocket, stateDir, includeNamespaces, excludeNamespaces, onDaemonDown, backend`},
+		{`{"typo": 1}`, `unknown key "typo"; the keys of a sluice entry are agentSocket, stateDir, includeNamespaces, excludeNamespaces, onDaemonDown, backend, statusNeedsUpstream`},
 		{`{"zzz": 1, "aaa": 1}`, `unknown key "aaa"`},
 		{`{"cni.dev": 1}`, `unknown key "cni.dev"`},
 		{`{"agentSocket": ""}`, `agentSocket: "" is not an absolute path`},
