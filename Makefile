@@ -12,7 +12,7 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test fuzz bench lint manifests demo e2e bench-e2e e2e-kind cluster-up cluster-down screenshot clean
+.PHONY: help build test fuzz bench lint manifests demo e2e bench-e2e e2e-kind cluster-up cluster-down drill screenshot clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +87,10 @@ cluster-up: build bin/cluster/cluster ## Bring a Kubernetes node up here, as roo
 
 cluster-down: bin/cluster/cluster ## Take that node down; nothing of it stays
 	bin/cluster/cluster down
+
+drill: ## Kill and restart the daemon and the proxy under load, over and over, and print what became of the connections
+	integration/setup.sh test
+	go test -count=1 -timeout=30m -run TestDrills -v ./integration -args -drill
 
 screenshot: ## Take the picture of mitmweb in docs, in a real browser
 	integration/setup.sh screenshot

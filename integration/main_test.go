@@ -4,6 +4,7 @@ package integration
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"io"
 	"net"
@@ -19,8 +20,13 @@ import (
 var bin string
 
 func TestMain(m *testing.M) {
+	flag.Parse()
+	build := func() (string, error) { return netns.Build(true) }
+	if *long {
+		build = netns.BuildReleased // what is drilled is what people run
+	}
 	var err error
-	if bin, err = netns.Build(true); err != nil {
+	if bin, err = build(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}

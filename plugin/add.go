@@ -48,45 +48,6 @@ func add(ctx context.Context, conf *netconf.Conf, a attach.Attachment) error {
 	return nil
 }
 
-const (
-	// maxHold is for a pod that is held without a timeout: runtimes have one, of minutes, and try again.
-	maxHold = time.Minute
-	// holdInterval is how often the daemon is asked.
-	holdInterval = 100 * time.Millisecond
-)
-
-// hold waits for the upstream, if the pod's policy is to.
-func (p *pod) hold(late attach.Late) error {
-	if late.Policy != attach.Hold {
-		return nil
-	}
-	limit := late.Timeout
-	if limit == 0 {
-		limit = maxHold
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
-	tick := time.NewTicker(holdInterval)
-	defer tick.Stop()
-	last := errors.New("nothing is known of the upstream")
-	for {
-		s, err := p.daemon.Summary(ctx)
-		switch {
-		case err == nil && s.Upstream.Ready:
-			return nil
-		case err == nil:
-			last = fmt.Errorf("upstream %s is late: %s", s.Upstream.Address, s.Upstream.Reason)
-		case ctx.Err() == nil:
-			last = err
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return fmt.Errorf("after %s: %w", limit, last)
-		}
-	}
-}
-
 // pod is one ADD on its way.
 type pod struct {
 	conf     *netconf.Conf
@@ -179,6 +140,45 @@ func (p *pod) carryOut(ctx context.Context, d attach.Decision) error {
 		return err
 	}
 	return p.store.Share(p.record.ID, p.record.NetnsID, p.in)
+}
+
+const (
+	// maxHold is for a pod that is held without a timeout: runtimes have one, of minutes, and try again.
+	maxHold = time.Minute
+	// holdInterval is how often the daemon is asked.
+	holdInterval = 100 * time.Millisecond
+)
+
+// hold waits for the upstream, if the pod's policy is to.
+func (p *pod) hold(late attach.Late) error {
+	if late.Policy != attach.Hold {
+		return nil
+	}
+	limit := late.Timeout
+	if limit == 0 {
+		limit = maxHold
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	tick := time.NewTicker(holdInterval)
+	defer tick.Stop()
+	last := errors.New("nothing is known of the upstream")
+	for {
+		s, err := p.daemon.Summary(ctx)
+		switch {
+		case err == nil && s.Upstream.Ready:
+			return nil
+		case err == nil:
+			last = fmt.Errorf("upstream %s is late: %s", s.Upstream.Address, s.Upstream.Reason)
+		case ctx.Err() == nil:
+			last = err
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return fmt.Errorf("after %s: %w", limit, last)
+		}
+	}
 }
 
 // undo puts the netns back. A ruleset that was there is applied again, never taken away.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -17,12 +18,13 @@ var synPatience = []sysctl{
 	{"tcp_syn_linear_timeouts", atLeast, 127}, // as many more; since Linux 6.5
 }
 
-// With these no SYN comes later than 4 s after the last, which makes 10 minutes in all, and nobody who has waited for long
-// waits on for long. They are about all TCP of the pod: data is sent again as often, so that what counts how often, to give
-// up, has to allow for more to take as long: 15 minutes.
+// With these no SYN comes later than 5 s after the last, and nobody who has waited for long waits on for long. The kernel
+// gives up after the time that 127 of them would take if each came twice as long after the last until it is 5 s, which is
+// 632 s (tcp_model_timeout in net/ipv4/tcp_timer.c). They are about all TCP of the pod: data is sent again as often, so that
+// tcp_retries2 has to be more for it to take 15 minutes to give up, as ever.
 var quickPatience = []sysctl{
-	{"tcp_rto_max_ms", atMost, 4000}, // since Linux 6.15
-	{"tcp_retries2", atLeast, 233},
+	{"tcp_rto_max_ms", atMost, 5000}, // since Linux 6.15
+	{"tcp_retries2", atLeast, 188},
 }
 
 type sysctl struct {
@@ -41,7 +43,7 @@ func Patience(netns string, captured bool) error {
 	return within(netns, func() error {
 		all := synPatience
 		if _, err := os.Stat(sysctlPath(quickPatience[0].name)); err == nil && captured {
-			all = append(all[:len(all):len(all)], quickPatience...)
+			all = slices.Concat(all, quickPatience)
 		}
 		var errs []error
 		for _, s := range all {
