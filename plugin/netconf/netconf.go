@@ -53,10 +53,13 @@ type Conf struct {
 	raw map[string]json.RawMessage
 }
 
-// known are the keys of our entry. The rest are those that the CNI spec gives every plugin; it also keeps
-// everything under cni.dev/ for itself.
-var known = []string{
+// own are the keys of our entry.
+var own = []string{
 	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "backend", "statusNeedsUpstream",
+}
+
+// given are those that the CNI spec gives every plugin; it also keeps everything under cni.dev/ for itself.
+var given = []string{
 	"cniVersion", "cniVersions", "name", "type", "args", "ipMasq", "ipam", "dns", "capabilities", "runtimeConfig",
 	"prevResult", "disableCheck", "disableGC", "loadOnlyInlinedPlugins",
 }
@@ -116,8 +119,8 @@ func kind(e *json.UnmarshalTypeError) string {
 // Validate names the first key that is not known, then the first value that is not one.
 func (c *Conf) Validate() error {
 	for _, key := range slices.Sorted(maps.Keys(c.raw)) {
-		if !slices.Contains(known, key) && !strings.HasPrefix(key, reservedPrefix) {
-			return fmt.Errorf("unknown key %q; the keys of a sluice entry are %s", key, strings.Join(known[:6], ", "))
+		if !slices.Contains(own, key) && !slices.Contains(given, key) && !strings.HasPrefix(key, reservedPrefix) {
+			return fmt.Errorf("unknown key %q; the keys of a sluice entry are %s", key, strings.Join(own, ", "))
 		}
 	}
 	for _, p := range []struct{ key, path string }{{"agentSocket", c.AgentSocket}, {"stateDir", c.StateDir}} {

@@ -50,6 +50,9 @@ func TestSluice(t *testing.T) {
 		must(t, client(c).Create(ctx, newPod("plain", namespace, nil, "sleep 86400", ask)))
 		must(t, client(c).Create(ctx, newPod("excluded", "kube-system", capture, "sleep 86400", "")))
 		must(t, client(c).Create(ctx, newWeb()))
+		held := newPod("held", namespace, capture, "sleep 86400", "")
+		held.Annotations = map[string]string{"sluice.dev/when-late": "hold", "sluice.dev/late-timeout": "5s"}
+		must(t, client(c).Create(ctx, held))
 		must(t, eventually(ctx, "a connection waits, and the pod without the label runs", func() (bool, error) {
 			a, err := attachment(ctx, c, namespace+"/captured")
 			return a.State == "captured" && a.Waiting == 1 && running(ctx, c, "plain"), err
@@ -59,9 +62,16 @@ func TestSluice(t *testing.T) {
 		if got := askedBy(ctx, t, c); got != 1 {
 			t.Errorf("the server was asked %d times, want once, by the pod without the label", got)
 		}
+		must(t, eventually(ctx, "kubelet is told to try the pod that is held again", func() (bool, error) {
+			return told(ctx, c, "held", "FailedCreatePodSandBox", "is late")
+		}))
+		if running(ctx, c, "held") {
+			t.Error("a pod that is held runs before the proxy is there")
+		}
 		applyExamples(ctx, t, c)
 		must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
 		must(t, eventually(ctx, "the pod runs, its request is complete", func() (bool, error) { return running(ctx, c, "captured"), nil }))
+		must(t, eventually(ctx, "the pod that was held runs", func() (bool, error) { return running(ctx, c, "held"), nil }))
 		wantSeen(ctx, t, c, 0, 1)
 	})
 	step(t, "the examples of waiting without capture end through the proxy", checkExamples)
@@ -192,7 +202,7 @@ func TestSluice(t *testing.T) {
 		}
 	})
 	step(t, "nothing is left of a deleted pod", func(ctx context.Context, t *testing.T, c *envconf.Config) {
-		names := []string{"captured", "plain", "older", "early", "early-plain", "web"}
+		names := []string{"captured", "plain", "older", "early", "early-plain", "web", "held"}
 		for _, name := range names {
 			must(t, client(c).Delete(ctx, newPod(name, namespace, nil, "", "")))
 		}
