@@ -24,12 +24,17 @@ import (
 // everything is the source that captures whatever the plugin asks about; annotations are the runtime's.
 func everything(conf config.Config, proxies func() []netip.Addr) agent.Source {
 	return agent.Decide(func(a attach.Attachment, interfaces []string) (attach.Decision, error) {
-		d, err := optin.Decide(conf, optin.Pod{Annotations: a.Annotations}, interfaces)
-		if err != nil {
-			return d, err
-		}
-		return d, exempt(d.Ruleset, a.IPs, proxies)
+		return decide(conf, optin.Pod{Annotations: a.Annotations}, a, interfaces, proxies)
 	})
+}
+
+// decide says what becomes of an attachment of pod, on a node with these proxies.
+func decide(conf config.Config, pod optin.Pod, a attach.Attachment, interfaces []string, proxies func() []netip.Addr) (attach.Decision, error) {
+	d, err := optin.Decide(conf, pod, interfaces)
+	if err != nil {
+		return d, err
+	}
+	return d, exempt(d.Ruleset, a.IPs, proxies)
 }
 
 // exempt leaves out of inbound capture what this node and its proxies, at their addresses, connect to a pod for:
@@ -80,11 +85,7 @@ func (l labelled) Decide(ctx context.Context, a attach.Attachment, interfaces []
 	if err != nil {
 		return attach.Decision{}, err
 	}
-	d, err := optin.Decide(l.conf, pod, interfaces)
-	if err != nil {
-		return d, err
-	}
-	return d, exempt(d.Ruleset, a.IPs, l.proxies)
+	return decide(l.conf, pod, a, interfaces, l.proxies)
 }
 
 // newNode connects to the API server: in a pod as its service account, elsewhere by a kubeconfig.

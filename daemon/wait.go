@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -13,9 +12,6 @@ import (
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
-
-// waitInterval is how often `sluiced wait` looks.
-const waitInterval = 100 * time.Millisecond
 
 func waitCommand() *cobra.Command {
 	var socket, address, onTimeout string
@@ -30,7 +26,7 @@ func waitCommand() *cobra.Command {
 			if onTimeout != "fail" && onTimeout != "proceed" {
 				return fmt.Errorf("--on-timeout: %q is not one of fail, proceed", onTimeout)
 			}
-			look := func(ctx context.Context) error { return askDaemon(ctx, attach.NewClient(socket)) }
+			look := attach.NewClient(socket).Upstream
 			if address != "" {
 				address, err := config.Address(address, os.LookupEnv)
 				if err != nil {
@@ -39,7 +35,7 @@ func waitCommand() *cobra.Command {
 				look = func(ctx context.Context) error { return connect(ctx, address) }
 			}
 			start := time.Now()
-			err := waitUntil(cmd.Context(), timeout, look)
+			err := attach.WaitUntil(cmd.Context(), timeout, look)
 			waited := time.Since(start).Round(time.Millisecond)
 			switch {
 			case err == nil:
@@ -57,45 +53,6 @@ func waitCommand() *cobra.Command {
 	c.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait; 0 for as long as it takes")
 	c.Flags().StringVar(&onTimeout, "on-timeout", "fail", "fail, or proceed with success")
 	return c
-}
-
-// waitUntil looks until looking succeeds; the error is that of the last look.
-func waitUntil(ctx context.Context, timeout time.Duration, look func(context.Context) error) error {
-	if timeout > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, timeout)
-		defer cancel()
-	}
-	tick := time.NewTicker(waitInterval)
-	defer tick.Stop()
-	last := errors.New("no answer yet")
-	for {
-		err := look(ctx)
-		if err == nil {
-			return nil
-		}
-		if !timedOut(err) { // that the look was cut short says less than what the one before saw
-			last = err
-		}
-		select {
-		case <-ctx.Done():
-			return last
-		case <-tick.C:
-		}
-	}
-}
-
-func timedOut(err error) bool {
-	var n net.Error
-	return errors.Is(err, context.DeadlineExceeded) || errors.As(err, &n) && n.Timeout()
-}
-
-func askDaemon(ctx context.Context, daemon *attach.Client) error {
-	s, err := daemon.Summary(ctx)
-	if err == nil && !s.Upstream.Ready {
-		err = fmt.Errorf("upstream %s is late: %s", s.Upstream.Address, s.Upstream.Reason)
-	}
-	return err
 }
 
 func connect(ctx context.Context, address string) error {

@@ -9,7 +9,6 @@ import (
 	"io"
 	"net"
 	"os"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -107,12 +106,12 @@ func TestDrills(t *testing.T) {
 		}
 	})
 	if *long {
-		w := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
-		printTable(w, table)
+		printTable(table)
 	}
 }
 
-func printTable(w *tabwriter.Writer, table [][]any) {
+func printTable(table [][]any) {
+	w := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
 	for _, row := range table {
 		for _, cell := range row {
 			fmt.Fprintf(w, "%v\t", cell)
@@ -129,11 +128,7 @@ func newDrillScene(t *testing.T, protocol string, size drillSize) *drillScene {
 		s.launch = func() *netns.Program { return launchAddon(s.n, "--set", "ignore_hosts=.*", "--quiet") }
 	} else {
 		s.n = netns.NewNode(t, bin)
-		s.launch = func() *netns.Program {
-			p := netns.Launch(s.n.Host, filepath.Join(bin, "connectproxy"), "-listen", netns.ProxyAddress, "-quiet")
-			s.n.WaitListening(p, netns.ProxyAddress)
-			return p
-		}
+		s.launch = func() *netns.Program { return startConnectProxy(s.n, "-quiet") }
 	}
 	s.n.LogLevel = "INFO"
 	s.n.Config["metricsAddress"] = "127.0.0.1:15090"

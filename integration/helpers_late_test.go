@@ -32,9 +32,20 @@ func echoWorld(n *netns.Node) *atomic.Int64 {
 	return &seen
 }
 
+// newNodeFor is a node, and what starts its upstream: the fast proxy, or with "sockets" mitmdump.
+func newNodeFor(t *testing.T, protocol string) (n *netns.Node, start func() *netns.Program) {
+	t.Helper()
+	if protocol == "sockets" {
+		n = newSocketsNode(t)
+		return n, func() *netns.Program { return launchAddon(n, raw...) }
+	}
+	n = netns.NewNode(t, bin)
+	return n, func() *netns.Program { return startConnectProxy(n) }
+}
+
 // startConnectProxy starts the fast proxy as the node's upstream.
-func startConnectProxy(n *netns.Node) *netns.Program {
-	p := netns.Launch(n.Host, filepath.Join(bin, "connectproxy"), "-listen", netns.ProxyAddress)
+func startConnectProxy(n *netns.Node, args ...string) *netns.Program {
+	p := netns.Launch(n.Host, filepath.Join(bin, "connectproxy"), append([]string{"-listen", netns.ProxyAddress}, args...)...)
 	n.WaitListening(p, netns.ProxyAddress)
 	return p
 }

@@ -36,6 +36,27 @@ func (f flavour) addServer(t *testing.T, n *netns.Node) *netns.Pod {
 	return pod
 }
 
+// callers connects to the inbound port of pod, count times, over both families in turn; the channel gives an outcome for each:
+// an error unless the server saw the connection come from one of these.
+func callers(t *testing.T, h *netns.Host, pod *netns.Pod, count int, fromIPv4, fromIPv6 string) <-chan error {
+	t.Helper()
+	outcome := make(chan error, count)
+	for i := range count {
+		ip, want := pod.IPv4, fromIPv4
+		if i%2 == 1 {
+			ip, want = pod.IPv6, fromIPv6
+		}
+		go func() {
+			seenAs, err := callerAt(patience(t), h, net.JoinHostPort(ip, inboundPort))
+			if err == nil && seenAs != want {
+				err = fmt.Errorf("the server saw %q, want a connection from %s", seenAs, want)
+			}
+			outcome <- err
+		}()
+	}
+	return outcome
+}
+
 // addBystander adds a pod that is not captured.
 func addBystander(t *testing.T, n *netns.Node) *netns.Pod {
 	t.Helper()
@@ -102,49 +123,34 @@ func TestInboundWaits(t *testing.T) {
 	for _, protocol := range []string{"connect", "sockets"} {
 		t.Run(protocol, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
-			start := func() *netns.Program { return startConnectProxy(n) }
-			if protocol == "sockets" {
-				n = newSocketsNode(t)
-				start = func() *netns.Program { return launchAddon(n, raw...) }
-			}
+			n, start := newNodeFor(t, protocol)
 			d := n.StartDaemon()
 			pod := flavours[0].addServer(t, n)
 			addresses := []string{net.JoinHostPort(pod.IPv4, inboundPort), net.JoinHostPort(pod.IPv6, inboundPort)}
-			outcome := make(chan error, 20)
-			connect := func() {
-				for i := range cap(outcome) {
-					go func() {
-						seenAs, err := callerAt(patience(t), n.World, addresses[i%2])
-						if err == nil && seenAs != gatewayIPv4 && seenAs != gatewayIPv6 {
-							err = fmt.Errorf("it was not captured: the server saw %s", seenAs)
-						}
-						outcome <- err
-					}()
-				}
-			}
-			connect()
-			netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == cap(outcome) })
+			const count = 20
+			connect := func() <-chan error { return callers(t, n.World, pod, count, gatewayIPv4, gatewayIPv6) }
+			outcome := connect()
+			netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == count })
 			wantCaller(t, n.Host, addresses[0], gatewayIPv4)
 			proxy := start()
-			allWell(t, outcome, cap(outcome))
+			allWell(t, outcome, count)
 
 			proxy.Kill()
 			netns.Eventually(t, "the proxy is missed", func() bool { return !d.Status().Upstream.Ready })
-			connect()
-			netns.Eventually(t, "all of them wait again", func() bool { return waiting(d, pod) == cap(outcome) })
+			outcome = connect()
+			netns.Eventually(t, "all of them wait again", func() bool { return waiting(d, pod) == count })
 			d = succeed(t, n, d)
-			netns.Eventually(t, "they wait at the next daemon", func() bool { return waiting(d, pod) == cap(outcome) })
+			netns.Eventually(t, "they wait at the next daemon", func() bool { return waiting(d, pod) == count })
 			proxy = start()
-			allWell(t, outcome, cap(outcome))
+			allWell(t, outcome, count)
 
 			proxy.Kill()
 			d.Kill()
-			connect()
+			outcome = connect()
 			wantCaller(t, n.Host, addresses[1], gatewayIPv6)
 			n.StartDaemon()
 			start()
-			allWell(t, outcome, cap(outcome))
+			allWell(t, outcome, count)
 		})
 	}
 }
@@ -157,24 +163,12 @@ func TestInboundThroughAProxyInAPod(t *testing.T) {
 	d := n.StartDaemon()
 	pod := flavours[0].addServer(t, n)
 	home := addBystander(t, n)
-	outcome := make(chan error, 20)
-	for i := range cap(outcome) {
-		address, want := net.JoinHostPort(pod.IPv4, inboundPort), home.IPv4
-		if i%2 == 0 {
-			address, want = net.JoinHostPort(pod.IPv6, inboundPort), home.IPv6
-		}
-		go func() {
-			seenAs, err := callerAt(patience(t), n.World, address)
-			if err == nil && seenAs != want {
-				err = fmt.Errorf("the server saw %q, want the proxy's %s", seenAs, want)
-			}
-			outcome <- err
-		}()
-	}
-	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == cap(outcome) })
+	const count = 20
+	outcome := callers(t, n.World, pod, count, home.IPv4, home.IPv6)
+	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == count })
 	proxy := netns.Launch(home.Host, "mitmdump", append(raw, "--set", "confdir="+n.Confdir(), "--set", "server=false",
 		"--set", "sluice_socket="+n.ProxySocket(), "-s", addon)...)
-	allWell(t, outcome, cap(outcome))
+	allWell(t, outcome, count)
 	if strings.Contains(proxy.Log(), "itself has made it") {
 		t.Error("some have come back")
 	}
@@ -187,15 +181,8 @@ func TestInboundDoesNotGoRound(t *testing.T) {
 	for _, protocol := range []string{"connect", "sockets"} {
 		t.Run(protocol, func(t *testing.T) {
 			t.Parallel()
-			var n *netns.Node
-			var proxy *netns.Program
-			if protocol == "sockets" {
-				n = newSocketsNode(t)
-				proxy = launchAddon(n, raw...)
-			} else {
-				n = netns.NewNode(t, bin)
-				proxy = startConnectProxy(n)
-			}
+			n, start := newNodeFor(t, protocol)
+			proxy := start()
 			d := n.StartDaemon()
 			pod := flavours[0].addServer(t, n)
 			comesBack := func(want int) func() bool {

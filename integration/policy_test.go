@@ -24,12 +24,7 @@ func TestQueueTimeout(t *testing.T) {
 	for _, protocol := range []string{"connect", "sockets"} {
 		t.Run(protocol, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
-			start := func() { startConnectProxy(n) }
-			if protocol == "sockets" {
-				n = newSocketsNode(t)
-				start = func() { launchAddon(n, raw...) }
-			}
+			n, start := newNodeFor(t, protocol)
 			n.Config["late"] = map[string]any{"policy": "queue", "timeout": "2s"}
 			echoWorld(n)
 			d := n.StartDaemon()

@@ -30,10 +30,7 @@ func TestCapturePortIsNoWayIn(t *testing.T) {
 			d := n.StartDaemon()
 			pod := f.addPod(t, n, "target", nil)
 			nested := pod.Nested()
-			other := n.NewPod("other").InNamespace("kube-system") // not captured
-			if err := other.Add(); err != nil {
-				t.Fatal(err)
-			}
+			other := addBystander(t, n)
 			knock := func() {
 				var wg sync.WaitGroup
 				for _, c := range []struct {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -142,43 +143,19 @@ func (p *pod) carryOut(ctx context.Context, d attach.Decision) error {
 	return p.store.Share(p.record.ID, p.record.NetnsID, p.in)
 }
 
-const (
-	// maxHold is for a pod that is held without a timeout: runtimes have one, of minutes, and try again.
-	maxHold = time.Minute
-	// holdInterval is how often the daemon is asked.
-	holdInterval = 100 * time.Millisecond
-)
+// maxHold is for a pod that is held without a timeout: runtimes have one, of minutes, and try again.
+const maxHold = time.Minute
 
 // hold waits for the upstream, if the pod's policy is to.
 func (p *pod) hold(late attach.Late) error {
 	if late.Policy != attach.Hold {
 		return nil
 	}
-	limit := late.Timeout
-	if limit == 0 {
-		limit = maxHold
+	limit := cmp.Or(late.Timeout, maxHold)
+	if err := attach.WaitUntil(context.Background(), limit, p.daemon.Upstream); err != nil {
+		return fmt.Errorf("after %s: %w", limit, err)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
-	tick := time.NewTicker(holdInterval)
-	defer tick.Stop()
-	last := errors.New("nothing is known of the upstream")
-	for {
-		s, err := p.daemon.Summary(ctx)
-		switch {
-		case err == nil && s.Upstream.Ready:
-			return nil
-		case err == nil:
-			last = fmt.Errorf("upstream %s is late: %s", s.Upstream.Address, s.Upstream.Reason)
-		case ctx.Err() == nil:
-			last = err
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return fmt.Errorf("after %s: %w", limit, last)
-		}
-	}
+	return nil
 }
 
 // undo puts the netns back. A ruleset that was there is applied again, never taken away.

@@ -469,11 +469,19 @@ func (a *Agent) Summary() attach.Status {
 
 // view is what there is to say of an attachment. The kernel is asked about it without holding mu.
 type view struct {
-	record   attach.Record
-	trouble  string
+	record  attach.Record
+	trouble string
+	traffic
+}
+
+// traffic is where to ask for the connections of a netns.
+type traffic struct {
 	gate     *gate.Gate
 	acceptor Acceptor
 }
+
+// traffic is for who holds Agent.mu.
+func (n *netns) traffic() traffic { return traffic{n.gate, n.acceptor} }
 
 func (a *Agent) views() []view {
 	a.mu.Lock()
@@ -485,19 +493,9 @@ func (a *Agent) views() []view {
 	return views
 }
 
-func (a *Agent) viewsOf(n *netns) []view {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	var views []view
-	for id := range n.attachments {
-		views = append(views, n.view(id))
-	}
-	return views
-}
-
 // view is for who holds Agent.mu.
 func (n *netns) view(id attach.ID) view {
-	return view{*n.attachments[id], n.trouble, n.gate, n.acceptor}
+	return view{*n.attachments[id], n.trouble, n.traffic()}
 }
 
 // status is all that costs nothing to find out.
@@ -521,14 +519,14 @@ func (v view) status() attach.AttachmentStatus {
 }
 
 // waiting is how many connections wait: to be accepted, and for the upstream.
-func (v view) waiting() (n int, err error) {
-	if v.acceptor != nil {
-		n = v.acceptor.Waiting()
+func (t traffic) waiting() (n int, err error) {
+	if t.acceptor != nil {
+		n = t.acceptor.Waiting()
 	}
-	if v.gate == nil {
+	if t.gate == nil {
 		return n, nil
 	}
-	queued, err := v.gate.Queued()
+	queued, err := t.gate.Queued()
 	if errors.Is(err, os.ErrClosed) {
 		err = nil // since the look at it
 	}
@@ -537,10 +535,10 @@ func (v view) waiting() (n int, err error) {
 
 // open is how many connections are open, and what they have carried. What came through a gate goes on when capture has
 // ended.
-func (v view) open() (n int, bytes uint64) {
-	if v.acceptor == nil {
+func (t traffic) open() (n int, bytes uint64) {
+	if t.acceptor == nil {
 		return 0, 0
 	}
-	c := v.acceptor.Counts()
+	c := t.acceptor.Counts()
 	return c.Open, c.Bytes
 }

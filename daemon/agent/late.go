@@ -32,23 +32,21 @@ func (a *Agent) attend(now time.Time) {
 		if !late {
 			n.late = lateness{}
 		} else {
-			a.tellLate(n, now, up)
-			a.expire(n, now, up)
+			a.mu.Lock()
+			t, timeout := n.traffic(), n.timeout
+			a.mu.Unlock()
+			a.tellLate(n, t, now, up)
+			a.expire(n, t, timeout, now, up)
 		}
 		n.changing.Unlock()
 	}
 }
 
 // tellLate notes since when connections wait, and makes an event if that is long ago.
-func (a *Agent) tellLate(n *netns, now time.Time, up attach.UpstreamStatus) {
-	waiting := 0
-	for _, v := range a.viewsOf(n) {
-		if w, err := v.waiting(); err == nil { // the status shows the error
-			waiting = max(waiting, w)
-		}
-	}
+func (a *Agent) tellLate(n *netns, t traffic, now time.Time, up attach.UpstreamStatus) {
+	waiting, err := t.waiting()
 	switch {
-	case waiting == 0:
+	case err != nil || waiting == 0: // the status shows the error
 		n.late.since = time.Time{}
 	case n.late.since.IsZero():
 		n.late.since = now
@@ -71,18 +69,15 @@ func (a *Agent) tellOnce(n *netns, reason, message string) {
 	}
 }
 
-// expire resets what has waited for longer than the timeout of n, at its gate and for an answer.
-func (a *Agent) expire(n *netns, now time.Time, up attach.UpstreamStatus) {
-	a.mu.Lock()
-	g, acceptor, timeout := n.gate, n.acceptor, n.timeout
-	a.mu.Unlock()
-	if timeout == 0 || acceptor == nil {
+// expire resets what has waited for longer than the timeout, at its gate and for an answer.
+func (a *Agent) expire(n *netns, t traffic, timeout time.Duration, now time.Time, up attach.UpstreamStatus) {
+	if timeout == 0 || t.acceptor == nil {
 		n.late.arrived = nil
 		return
 	}
-	count := acceptor.Expire(timeout)
-	if g != nil {
-		count += n.late.expireQueued(g, now, timeout)
+	count := t.acceptor.Expire(timeout)
+	if t.gate != nil {
+		count += n.late.expireQueued(t.gate, now, timeout)
 	}
 	if count == 0 {
 		return

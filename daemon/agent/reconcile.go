@@ -365,12 +365,8 @@ func (a *Agent) unused(n *netns) bool {
 	if !left {
 		return false
 	}
-	for id := range n.attachments {
-		v := n.view(id)
-		waiting, err := v.waiting()
-		if open, _ := v.open(); err != nil || waiting+open > 0 {
-			return false
-		}
-	}
-	return true
+	t := n.traffic()
+	waiting, err := t.waiting()
+	open, _ := t.open()
+	return err == nil && waiting+open == 0
 }

@@ -117,10 +117,7 @@ func listenAll(at []netip.AddrPort) ([]*Listener, error) {
 
 // Adopt makes a gate of the listeners of another, handed over by the process that held them, in the netns at path.
 func Adopt(path string, listeners []*os.File) (*Gate, error) {
-	g := &Gate{}
-	for _, f := range listeners {
-		g.Listeners = append(g.Listeners, &Listener{file: f})
-	}
+	g := ofFiles(listeners)
 	err := ns.WithNetNSPath(path, func(ns.NetNS) (err error) {
 		g.diag, err = openDiag()
 		return err
@@ -134,6 +131,15 @@ func Adopt(path string, listeners []*os.File) (*Gate, error) {
 		return nil, errors.Join(fmt.Errorf("taking over listeners in netns %s: %w", path, err), g.Close())
 	}
 	return g, nil
+}
+
+// ofFiles has no more than the listeners.
+func ofFiles(listeners []*os.File) *Gate {
+	g := &Gate{}
+	for _, f := range listeners {
+		g.Listeners = append(g.Listeners, &Listener{file: f})
+	}
+	return g
 }
 
 // Files are the listening sockets, to be handed over.
@@ -203,10 +209,7 @@ func (l *Listener) boundTo() (netip.AddrPort, error) {
 
 // Discard shuts and closes listeners that nobody made a gate of.
 func Discard(listeners []*os.File) error {
-	g := &Gate{}
-	for _, f := range listeners {
-		g.Listeners = append(g.Listeners, &Listener{file: f})
-	}
+	g := ofFiles(listeners)
 	return errors.Join(g.Shut(), g.Close())
 }
 

@@ -343,6 +343,7 @@ class Sluice:
         self.tasks: set[asyncio.Task] = set()
         self.listeners = Listeners(self.serve)
         self.session: Optional[Session] = None
+        self.talking: Optional[asyncio.Task] = None
         self.front: Optional[Callable] = None
         self.serving = 0  # connections
         self.room = 0  # for so many more, at least
@@ -363,17 +364,18 @@ class Sluice:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.session = Session(ctx.options.sluice_socket, ctx.options.sluice_labels, self.listeners, lambda: len(self.clients))
-        self.spawn(self.session.run())
+        self.talking = self.spawn(self.session.run())
 
     def done(self) -> None:
-        for task in self.tasks:
-            task.cancel()
+        if self.talking:
+            self.talking.cancel()  # connections go on
         self.listeners.close()
 
-    def spawn(self, what) -> None:
+    def spawn(self, what) -> asyncio.Task:
         task = asyncio.get_running_loop().create_task(what)
         self.tasks.add(task)  # asyncio itself does not keep it
         task.add_done_callback(self.tasks.discard)
+        return task
 
     # From the socket to mitmproxy.
 
@@ -406,43 +408,37 @@ class Sluice:
             asyncio.get_running_loop().call_later(0.1, self.wait_for_room)
 
     async def _serve(self, conn: socket.socket, listener: Listener) -> None:
-        inbound = listener.direction == "inbound"
+        writer = None
         try:
-            destination = platform.original_addr(conn)
-            mine = inbound and own(conn.getpeername(), destination)
-            why = "the proxy itself has made it" if mine else forbidden(destination, conn.getsockname())
-        except OSError as e:
-            mine, why = False, str(e)
-        if why:
-            log(logging.WARNING, "%s: connection refused: %s", listener.pod["name"], why)
-            if not mine:  # mitmproxy 8 goes on for ever with one of its own that is reset before it has asked for its peer
-                conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
-            conn.close()
-            self.serving -= 1
-            return
-        conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._refuse(conn, listener):
+                return
+            conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            reader, writer = await asyncio.open_connection(sock=conn)
             current.set(listener.facts(self.session.node))
             peer = writer.get_extra_info("peername")
-            known = peer if inbound else pod_address(peer, listener.pod["ips"])
-            try:
-                await self.front(reader, writer if known == peer else Writer.of(writer, known))
-            except Exception as e:
-                log(logging.ERROR, "%s: connection ended: %r", listener.pod["name"], e)
-            finally:
-                writer.close()  # mitmproxy leaves one that the client has ended first to the garbage collector
-                self.serving -= 1
-
-        def protocol() -> asyncio.StreamReaderProtocol:
-            return asyncio.StreamReaderProtocol(asyncio.StreamReader(), talk)
-
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(protocol, conn)
-        except OSError as e:
-            log(logging.WARNING, "%s: connection lost: %s", listener.pod["name"], e)
-            conn.close()
+            known = peer if listener.direction == "inbound" else pod_address(peer, listener.pod["ips"])
+            await self.front(reader, writer if known == peer else Writer.of(writer, known))
+        except Exception as e:
+            log(logging.ERROR, "%s: connection ended: %r", listener.pod["name"], e)
+        finally:
+            (writer or conn).close()  # mitmproxy leaves one that the client has ended first to the garbage collector
             self.serving -= 1
+
+    def _refuse(self, conn: socket.socket, listener: Listener) -> bool:
+        """Whether conn is not to be served; how it ends is seen to."""
+        mine = False
+        try:
+            destination = platform.original_addr(conn)
+            mine = listener.direction == "inbound" and own(conn.getpeername(), destination)
+            why = "the proxy itself has made it" if mine else forbidden(destination, conn.getsockname())
+        except OSError as e:
+            why = str(e)
+        if not why:
+            return False
+        log(logging.WARNING, "%s: connection refused: %s", listener.pod["name"], why)
+        if not mine:  # mitmproxy 8 goes on for ever with one of its own that is reset before it has asked for its peer
+            conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        return True
 
     def client_connected(self, client) -> None:
         facts = current.get()

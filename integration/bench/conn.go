@@ -83,15 +83,8 @@ func get(c conn) error {
 	if _, err := c.Write([]byte(httpRequest)); err != nil {
 		return err
 	}
-	var answer []byte
-	for b := make([]byte, 1024); !bytes.HasSuffix(answer, []byte("\r\n\r\nok")); {
-		n, err := c.Read(b)
-		if err != nil {
-			return fmt.Errorf("the answer: %w", err)
-		}
-		answer = append(answer, b[:n]...)
-	}
-	return nil
+	_, err := c.readUntil([]byte("\r\n\r\nok"))
+	return err
 }
 
 var zeros [chunk]byte
@@ -185,18 +178,26 @@ func (c conn) ask(to netip.AddrPort) error {
 	if _, err := c.Write(connectRequest(to)); err != nil {
 		return err
 	}
-	var answer []byte
-	for b := make([]byte, 1024); !bytes.HasSuffix(answer, endOfHeader); {
-		n, err := c.Read(b)
-		if err != nil {
-			return fmt.Errorf("the proxy's answer: %w", err)
-		}
-		answer = append(answer, b[:n]...)
+	answer, err := c.readUntil(endOfHeader)
+	if err != nil {
+		return fmt.Errorf("the proxy: %w", err)
 	}
 	if !bytes.HasPrefix(answer, connected) {
 		return fmt.Errorf("the proxy answers %q", answer)
 	}
 	return nil
+}
+
+// readUntil reads an answer to its end, behind which nothing follows.
+func (c conn) readUntil(end []byte) (answer []byte, err error) {
+	for b := make([]byte, 1024); !bytes.HasSuffix(answer, end); {
+		n, err := c.Read(b)
+		if err != nil {
+			return nil, fmt.Errorf("the answer: %w", err)
+		}
+		answer = append(answer, b[:n]...)
+	}
+	return answer, nil
 }
 
 func (c conn) Read(p []byte) (int, error) {

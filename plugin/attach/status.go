@@ -1,6 +1,9 @@
 package attach
 
-import "time"
+import (
+	"fmt"
+	"time"
+)
 
 // Status is what `sluiced status` shows.
 type Status struct {
@@ -21,6 +24,14 @@ type UpstreamStatus struct {
 	Reason string `json:"reason,omitempty"`
 	// Proxies are those that took the listeners of pods, where they do (protocol sockets).
 	Proxies []ProxyStatus `json:"proxies,omitempty"`
+}
+
+// Late is nil while the upstream is there.
+func (s UpstreamStatus) Late() error {
+	if s.Ready {
+		return nil
+	}
+	return fmt.Errorf("upstream %s is late: %s", s.Address, s.Reason)
 }
 
 // ProxyStatus is one proxy that accepts in the netns of pods itself.

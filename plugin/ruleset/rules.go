@@ -156,11 +156,11 @@ func (r Ruleset) fromElsewhere(hook, proto string, inbound []rule) chain {
 
 // inbound redirects connections from outside to InboundPorts.
 func (r Ruleset) inbound(f Family) []rule {
+	if len(r.InboundPorts) == 0 {
+		return nil
+	}
 	var rules []rule
 	for _, name := range r.Interfaces {
-		if len(r.InboundPorts) == 0 {
-			break
-		}
 		for _, p := range r.ExcludeSources {
 			if f.has(p.Addr()) {
 				rules = append(rules, rule{match{src: p, in: name}, targetReturn, "the node or the proxy itself"})
