@@ -20,6 +20,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/install"
 	"github.com/sluice-cni/sluice/daemon/kube"
 	"github.com/sluice-cni/sluice/daemon/proxies"
@@ -161,9 +162,12 @@ type way struct {
 
 func (d daemon) newWay(node *kube.Node, hub *proxies.Hub) way {
 	if d.conf.Upstream.Protocol == config.Sockets {
+		r := relay.New(nil, d.log) // of what goes direct only
 		return way{
 			hub,
-			func(id attach.NetnsID, pod attach.Pod, ips []netip.Addr) agent.Acceptor { return hub.For(id, pod, ips) },
+			func(id attach.NetnsID, pod attach.Pod, ips []netip.Addr) agent.Acceptor {
+				return handedOut{hub.For(id, pod, ips), r.For(pod, ips)}
+			},
 			func(context.Context) error { return nil },
 		}
 	}
@@ -178,6 +182,17 @@ func (d daemon) newWay(node *kube.Node, hub *proxies.Hub) way {
 		func(_ attach.NetnsID, pod attach.Pod, ips []netip.Addr) agent.Acceptor { return r.For(pod, ips) },
 		up.Run,
 	}
+}
+
+// handedOut is a pod whose listeners proxies have. What goes direct, none of them carries.
+type handedOut struct {
+	*proxies.Pod
+	direct *relay.Pod
+}
+
+// Direct implements agent.Acceptor.
+func (h handedOut) Direct(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn) {
+	h.direct.Direct(ctx, g, l, conn)
 }
 
 // newHub makes the place where proxies come for sockets. It is there where sluiced relays too, for proxies that have

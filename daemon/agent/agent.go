@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"net"
 	"net/netip"
 	"os"
 	"slices"
@@ -42,8 +43,11 @@ type Acceptor interface {
 	Serve(ctx, accepting context.Context, g *gate.Gate)
 	// Waiting is how many connections were accepted and wait for the upstream.
 	Waiting() int
-	// Expire resets those of them that have waited for longer than that, and tells how many.
-	Expire(time.Duration) int
+	// Expire resets those of them that have waited for longer than that, or has them go direct, and tells how many.
+	Expire(waited time.Duration, direct bool) int
+	// Direct takes a connection that somebody else has accepted at l to its original destination, without the
+	// upstream. It returns when that has ended; the end of ctx ends it.
+	Direct(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn)
 	// Counts are those that do not wait any more. They may take milliseconds to find.
 	Counts() gate.Counts
 }
@@ -75,7 +79,8 @@ type Agent struct {
 	told    map[string]string // what was last reported of each pod
 	watched time.Time         // the state of the record directory at the last look
 
-	expired atomic.Uint64 // connections that were reset because they had waited too long
+	// Connections that had waited too long, by what became of them.
+	expired, direct atomic.Uint64
 }
 
 // netns is a network namespace with everything attached to it; nearly always one attachment.
@@ -92,7 +97,7 @@ type netns struct {
 	stop        context.CancelFunc
 	refuse      context.CancelCauseFunc // ends what accepts
 	trouble     string                  // why it is not as its record says
-	timeout     time.Duration           // how long connections wait for the upstream; 0 for as long as it takes
+	policy      attach.Late             // what becomes of its connections while the upstream is late
 	late        lateness                // for who holds changing
 }
 
@@ -412,14 +417,14 @@ func (a *Agent) interfaces(n *netns, ifName string) []string {
 	return slices.Sorted(maps.Keys(names))
 }
 
-// limit notes how long the connections of n may wait.
+// limit notes how long the connections of n may wait, and what becomes of them then.
 func (a *Agent) limit(n *netns, late attach.Late) {
+	if late.Policy == attach.Hold { // its timeout is that of ADD
+		late = attach.Late{Policy: attach.Queue}
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	n.timeout = 0
-	if late.Policy == attach.Queue {
-		n.timeout = late.Timeout
-	}
+	n.policy = late
 }
 
 // addresses are those of a netns, with those that it is about to have.
@@ -470,6 +475,7 @@ func (a *Agent) Summary() attach.Status {
 // view is what there is to say of an attachment. The kernel is asked about it without holding mu.
 type view struct {
 	record  attach.Record
+	policy  attach.Late
 	trouble string
 	traffic
 }
@@ -495,7 +501,7 @@ func (a *Agent) views() []view {
 
 // view is for who holds Agent.mu.
 func (n *netns) view(id attach.ID) view {
-	return view{*n.attachments[id], n.trouble, n.traffic()}
+	return view{*n.attachments[id], n.policy, n.trouble, n.traffic()}
 }
 
 // status is all that costs nothing to find out.
@@ -507,6 +513,9 @@ func (v view) status() attach.AttachmentStatus {
 		if !r.Installed.SYNGate {
 			s.Notes = append(s.Notes, "no SYN gate: this kernel lacks the socket match; refuses connections while sluiced is down")
 		}
+	}
+	if r.State == attach.Captured && v.policy.Policy == attach.Direct && v.policy.Timeout > 0 {
+		s.Notes = append(s.Notes, fmt.Sprintf("direct: goes around the upstream when that is late by %s", v.policy.Timeout))
 	}
 	if v.trouble != "" {
 		s.Notes = append(s.Notes, v.trouble)

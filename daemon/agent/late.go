@@ -1,7 +1,9 @@
 package agent
 
 import (
+	"context"
 	"fmt"
+	"net"
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
@@ -20,8 +22,8 @@ type lateness struct {
 	told    map[string]bool // events about this time that the upstream is late
 }
 
-// attend tells the pods whose connections have waited for long, and resets those that have waited for longer than they
-// are to. It is called every second or so: how long a connection has waited is known no better.
+// attend tells the pods whose connections have waited for long, and ends the patience of those that have waited for
+// longer than they are to. It is called every second or so: how long a connection has waited is known no better.
 func (a *Agent) attend(now time.Time) {
 	up := a.upstream.Status()
 	late := up.Reason != ""
@@ -33,10 +35,14 @@ func (a *Agent) attend(now time.Time) {
 			n.late = lateness{}
 		} else {
 			a.mu.Lock()
-			t, timeout := n.traffic(), n.timeout
+			t, ctx, policy := n.traffic(), n.ctx, n.policy
 			a.mu.Unlock()
 			a.tellLate(n, t, now, up)
-			a.expire(n, t, timeout, now, up)
+			if t.acceptor != nil && ctx != nil && policy.Timeout > 0 {
+				a.expire(ctx, n, t, policy, now, up)
+			} else {
+				n.late.arrived = nil
+			}
 		}
 		n.changing.Unlock()
 	}
@@ -69,27 +75,33 @@ func (a *Agent) tellOnce(n *netns, reason, message string) {
 	}
 }
 
-// expire resets what has waited for longer than the timeout, at its gate and for an answer.
-func (a *Agent) expire(n *netns, t traffic, timeout time.Duration, now time.Time, up attach.UpstreamStatus) {
-	if timeout == 0 || t.acceptor == nil {
-		n.late.arrived = nil
-		return
+// expire ends the patience of what has waited for longer than the timeout, at its gate and for an answer. What goes direct
+// then does so until ctx ends.
+func (a *Agent) expire(ctx context.Context, n *netns, t traffic, policy attach.Late, now time.Time, up attach.UpstreamStatus) {
+	direct := policy.Policy == attach.Direct
+	then := func(_ *gate.Listener, conn *net.TCPConn) { gate.Reset(conn) }
+	counter, reason, what := &a.expired, reasonExpired, "were reset"
+	if direct {
+		then = func(l *gate.Listener, conn *net.TCPConn) {
+			a.serving.Go(func() { t.acceptor.Direct(ctx, t.gate, l, conn) })
+		}
+		counter, reason, what = &a.direct, reasonDirect, "went to their destinations WITHOUT the upstream"
 	}
-	count := t.acceptor.Expire(timeout)
+	count := t.acceptor.Expire(policy.Timeout, direct)
 	if t.gate != nil {
-		count += n.late.expireQueued(t.gate, now, timeout)
+		count += n.late.expireQueued(t.gate, now, policy.Timeout, then)
 	}
 	if count == 0 {
 		return
 	}
-	a.expired.Add(uint64(count))
-	a.log.Warn("connections reset: they have waited too long", "netns", n.id.String(), "count", count, "timeout", timeout.String())
-	a.tellOnce(n, reasonExpired, fmt.Sprintf("connections were reset: they had waited for the upstream %s for more than %s: %s", up.Address, timeout, up.Reason))
+	counter.Add(uint64(count))
+	a.log.Warn("connections "+what+": they have waited too long", "netns", n.id.String(), "count", count, "timeout", policy.Timeout.String())
+	a.tellOnce(n, reason, fmt.Sprintf("connections %s: they had waited for the upstream %s for more than %s: %s", what, up.Address, policy.Timeout, up.Reason))
 }
 
-// expireQueued resets connections at the head of the accept queues. Nobody else takes any while the upstream is late; if
-// somebody did all the same, it was from the head.
-func (l *lateness) expireQueued(g *gate.Gate, now time.Time, timeout time.Duration) (count int) {
+// expireQueued does then to connections at the head of the accept queues. Nobody else takes any while the upstream is
+// late; if somebody did all the same, it was from the head.
+func (l *lateness) expireQueued(g *gate.Gate, now time.Time, timeout time.Duration, then func(*gate.Listener, *net.TCPConn)) (count int) {
 	arrived := map[*gate.Listener][]time.Time{}
 	for _, listener := range g.Listeners {
 		queued, err := listener.Queued()
@@ -106,7 +118,7 @@ func (l *lateness) expireQueued(g *gate.Gate, now time.Time, timeout time.Durati
 			if err != nil || conn == nil {
 				break
 			}
-			gate.Reset(conn)
+			then(listener, conn)
 			known = known[1:]
 			count++
 		}

@@ -16,6 +16,7 @@ var (
 	metricOpen  = prometheus.NewDesc("sluice_open_connections", "Captured connections that go through the upstream.", nil, nil)
 
 	metricExpired = prometheus.NewDesc("sluice_expired_connections_total", "Captured connections that were reset because they had waited too long for the upstream.", nil, nil)
+	metricDirect  = prometheus.NewDesc("sluice_direct_connections_total", "Captured connections that went to their destinations without the upstream, because they had waited too long for it.", nil, nil)
 
 	metricPodWait   = prometheus.NewDesc("sluice_pod_waiting_connections", "Captured connections of one pod that wait for the upstream.", []string{"pod"}, nil)
 	metricProxies   = prometheus.NewDesc("sluice_proxies", "Connected proxies that take sockets, by whether they answer.", []string{"state"}, nil)
@@ -24,7 +25,7 @@ var (
 
 // Describe implements prometheus.Collector.
 func (Metrics) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{metricExpired, metricReady, metricCount, metricWait, metricOpen, metricPodWait, metricProxies, metricProxyPods} {
+	for _, d := range []*prometheus.Desc{metricExpired, metricDirect, metricReady, metricCount, metricWait, metricOpen, metricPodWait, metricProxies, metricProxyPods} {
 		ch <- d
 	}
 }
@@ -75,4 +76,5 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 	gauge(metricWait, waiting)
 	gauge(metricOpen, open)
 	ch <- prometheus.MustNewConstMetric(metricExpired, prometheus.CounterValue, float64(m.Agent.expired.Load()))
+	ch <- prometheus.MustNewConstMetric(metricDirect, prometheus.CounterValue, float64(m.Agent.direct.Load()))
 }

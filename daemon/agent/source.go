@@ -48,6 +48,7 @@ const (
 	reasonRefused     = "SluiceRefused"
 	reasonWaiting     = "SluiceUpstreamLate"
 	reasonExpired     = "SluiceConnectionsReset"
+	reasonDirect      = "SluiceConnectionsDirect"
 )
 
 // tell reports what became of an attachment that was in another state, or new.

@@ -194,7 +194,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 			_, err := oneOf([]string{"reject", "allow"})(s)
 			return s == "reject", err
 		}),
-		"late.policy":    text(&c.Late.Policy, oneOf([]attach.LatePolicy{attach.Queue, attach.Hold}, "direct")),
+		"late.policy":    text(&c.Late.Policy, LatePolicy),
 		"late.timeout":   text(&c.Late.Timeout, Timeout),
 		"agentSocket":    text(&c.AgentSocket, absolute),
 		"proxySocket":    text(&c.ProxySocket, absolute),
@@ -291,15 +291,13 @@ func scalar(raw json.RawMessage) string {
 	return s
 }
 
-// oneOf takes the values that there are. later are those that the documentation names and this version
-// does not have: better said at start than found out by a connection.
-func oneOf[T ~string](values []T, later ...string) func(string) (T, error) {
+// LatePolicy reads what becomes of connections while the upstream is late.
+func LatePolicy(s string) (attach.LatePolicy, error) { return oneOf(attach.LatePolicies)(s) }
+
+func oneOf[T ~string](values []T) func(string) (T, error) {
 	return func(s string) (T, error) {
 		if slices.Contains(values, T(s)) {
 			return T(s), nil
-		}
-		if slices.Contains(later, s) {
-			return "", fmt.Errorf("%q is not in this version yet; it has %v", s, values)
 		}
 		return "", fmt.Errorf("%q is not one of %v", s, values)
 	}

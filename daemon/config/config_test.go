@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -193,7 +194,7 @@ func TestParseErrors(t *testing.T) {
 		{upstream + "capture: {source: all, quic: no}\n", `capture.quic: "false" is not one of [reject allow]`},
 
 		{minimal + "late: {policy: wait}\n", `late.policy: "wait" is not one of [queue hold]`},
-		{minimal + "late: {policy: direct}\n", `late.policy: "direct" is not in this version yet`},
+		{minimal + "late: {policy: never}\n", `late.policy: "never" is not one of [queue hold direct]`},
 		{minimal + "late: {timeout: forever}\n", `late.timeout: "forever" is not a duration`},
 		{minimal + "late: {timeout: -1s}\n", `late.timeout: "-1s" is not a duration`},
 		{minimal + "agentSocket: agent.sock\n", `agentSocket: "agent.sock" is not an absolute path`},
@@ -264,7 +265,7 @@ func FuzzParse(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if c.Upstream.Address == "" || c.Capture.Source != All || c.Late.Policy != attach.Queue && c.Late.Policy != attach.Hold || c.Late.Timeout < 0 {
+		if c.Upstream.Address == "" || c.Capture.Source != All || !slices.Contains(attach.LatePolicies, c.Late.Policy) || c.Late.Timeout < 0 {
 			t.Errorf("%q: got %+v", data, c)
 		}
 		if !filepath.IsAbs(c.AgentSocket) || !filepath.IsAbs(c.StateDir) {

@@ -136,15 +136,9 @@ var annotations = map[string]func(*attach.Decision, string) error{
 		d.Ruleset.RejectQUIC = v == "reject"
 		return nil
 	},
-	"when-late": func(d *attach.Decision, v string) error {
-		switch v {
-		case "queue", "hold":
-			d.Late.Policy = attach.LatePolicy(v)
-			return nil
-		case "direct":
-			return errors.New("not in this version yet; it has queue and hold")
-		}
-		return errors.New("want queue, hold or direct")
+	"when-late": func(d *attach.Decision, v string) (err error) {
+		d.Late.Policy, err = config.LatePolicy(v)
+		return err
 	},
 	"late-timeout": func(d *attach.Decision, v string) (err error) {
 		d.Late.Timeout, err = config.Timeout(v)

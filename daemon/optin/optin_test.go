@@ -118,6 +118,7 @@ func TestLate(t *testing.T) {
 	}{
 		{nil, c.Late},
 		{map[string]string{"sluice.dev/when-late": "queue"}, attach.Late{Policy: attach.Queue, Timeout: time.Minute}},
+		{map[string]string{"sluice.dev/when-late": "direct"}, attach.Late{Policy: attach.Direct, Timeout: time.Minute}},
 		{map[string]string{"sluice.dev/late-timeout": "90s"}, attach.Late{Policy: attach.Hold, Timeout: 90 * time.Second}},
 		{map[string]string{"sluice.dev/when-late": "queue", "sluice.dev/late-timeout": "0s"}, attach.Late{Policy: attach.Queue}},
 	} {
@@ -141,8 +142,7 @@ func TestBadAnnotations(t *testing.T) {
 		{"exclude-interfaces", "eth+", `"eth+"`},
 		{"quic", "", "want reject or allow"},
 		{"quic", "Reject", "want reject or allow"},
-		{"when-late", "direct", "not in this version yet"},
-		{"when-late", "never", "want queue, hold or direct"},
+		{"when-late", "never", "not one of [queue hold direct]"},
 		{"late-timeout", "90", "is not a duration"},
 		{"late-timeout", "-1s", "is not a duration"},
 		{"capture-inbound-ports", "x", `"x"`},

@@ -39,7 +39,7 @@ type Relay struct {
 	log      *slog.Logger
 }
 
-// New makes a relay to up.
+// New makes a relay to up; nil for one that only takes connections to their destinations directly.
 func New(up *upstream.Upstream, log *slog.Logger) *Relay {
 	return &Relay{upstream: up, slots: make(chan struct{}, handshakes), log: log}
 }
@@ -62,7 +62,11 @@ type waiting struct {
 	expire context.CancelCauseFunc
 }
 
-var errExpired = errors.New("it has waited for longer than its pod's timeout")
+// Why a connection waits no more.
+var (
+	errExpired = errors.New("it has waited for longer than its pod's timeout")
+	errDirect  = errors.New("it has waited for longer than its pod's timeout, and goes direct")
+)
 
 // For makes a pod, with its addresses, whose connections are relayed.
 func (r *Relay) For(name attach.Pod, ips []netip.Addr) *Pod {
@@ -76,13 +80,17 @@ func (p *Pod) Waiting() int {
 	return len(p.waiting)
 }
 
-// Expire resets those that have waited for longer than d, and tells how many.
-func (p *Pod) Expire(d time.Duration) (count int) {
+// Expire resets those that have waited for longer than d, or has them go direct, and tells how many.
+func (p *Pod) Expire(d time.Duration, direct bool) (count int) {
+	why := errExpired
+	if direct {
+		why = errDirect
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for w := range p.waiting {
 		if time.Since(w.since) > d {
-			w.expire(errExpired)
+			w.expire(why)
 			count++
 		}
 	}
@@ -201,21 +209,15 @@ func (p *Pod) serve(ctx context.Context, g *gate.Gate, inbound bool, conn *net.T
 	defer slot.leave()
 	r := p.relay
 	log := r.log.With("pod", p.name.String(), "from", conn.RemoteAddr().String())
-	dst, err := gate.OriginalDestination(conn)
-	if err == nil {
-		err = permitted(dst)
-	}
-	src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
-	src = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
-	req := upstream.Request{Destination: dst, Source: p.source(src), Pod: p.name}
-	if inbound && err == nil {
-		req.Inbound, req.Source = true, src
-		err = notOwn(dst, src)
-	}
+	src, dst, err := endpoints(conn, inbound)
 	if err != nil {
 		log.Warn("connection refused", "to", dst.String(), "err", err)
 		gate.Reset(conn)
 		return
+	}
+	req := upstream.Request{Destination: dst, Source: src, Pod: p.name, Inbound: inbound}
+	if !inbound {
+		req.Source = p.source(src)
 	}
 	waits, done := p.wait(ctx)
 	up, first, err := r.reach(waits, conn, req, slot)
@@ -227,19 +229,39 @@ func (p *Pod) serve(ctx context.Context, g *gate.Gate, inbound bool, conn *net.T
 		if up != nil {
 			_ = up.Close() // it came a moment too late
 		}
+		if errors.Is(err, errDirect) && ctx.Err() == nil {
+			slot.leave()
+			p.direct(ctx, g, src, dst, conn)
+			return
+		}
 		log.Info("connection reset", "to", dst.String(), "err", err)
 		gate.Reset(conn)
 		return
 	}
 	slot.leave()
 	log.Debug("connection relayed", "to", dst.String())
-	p.opened(conn)
-	j := junction{
-		app: conn, up: up, halfClose: r.upstream.HalfClose(),
-		ending:   func(bytes uint64) { p.closed(conn, bytes) },
-		appState: func() gate.AppState { return g.AppState(src, dst) },
-	}
+	p.join(ctx, g, src, dst, &junction{app: conn, up: up, halfClose: r.upstream.HalfClose()}, first)
+}
+
+// join carries what an app at src and its destination say to each other, to the end.
+func (p *Pod) join(ctx context.Context, g *gate.Gate, src, dst netip.AddrPort, j *junction, first []byte) {
+	p.opened(j.app)
+	j.ending = func(bytes uint64) { p.closed(j.app, bytes) }
+	j.appState = func() gate.AppState { return g.AppState(src, dst) }
 	j.run(ctx, first)
+}
+
+// endpoints are where a captured connection came from and where it was going. The error is why it may go no further.
+func endpoints(conn *net.TCPConn, inbound bool) (src, dst netip.AddrPort, err error) {
+	src = conn.RemoteAddr().(*net.TCPAddr).AddrPort()
+	src = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
+	if dst, err = gate.OriginalDestination(conn); err == nil {
+		err = permitted(dst)
+	}
+	if err == nil && inbound {
+		err = notOwn(dst, src)
+	}
+	return src, dst, err
 }
 
 // source is the pod's own address, whoever in the pod is asking, and the port that was asked from.

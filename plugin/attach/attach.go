@@ -137,7 +137,12 @@ type LatePolicy string
 const (
 	Queue LatePolicy = "queue" // connections wait, and are reset after the timeout
 	Hold  LatePolicy = "hold"  // ADD waits, so that the pod does not start, and fails after the timeout; then as Queue without one
+	// Direct: connections wait, and after the timeout go to their original destinations without the upstream.
+	Direct LatePolicy = "direct"
 )
+
+// LatePolicies are all of them.
+var LatePolicies = []LatePolicy{Queue, Hold, Direct}
 
 // Decision is the daemon's answer to an attachment.
 type Decision struct {

@@ -1,0 +1,77 @@
+package direct
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/netns"
+)
+
+func TestMain(m *testing.M) { os.Exit(netns.Main(m)) }
+
+// TestNothingIsLeftOfAFailure: the exemption of a connection that does not come about ends with it, so that nobody else
+// has it.
+func TestNothingIsLeftOfAFailure(t *testing.T) {
+	t.Parallel()
+	h := netns.NewHost(t, "pod")
+	h.IP("link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
+	h.IP("link", "set", "eth1", "up")
+	h.IP("addr", "add", "10.0.0.5/24", "dev", "eth0")
+	h.IP("addr", "add", "fd00::5/64", "dev", "eth0", "nodad")
+	h.IP("link", "set", "eth0", "up")
+	h.Exec("iptables", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "-d", "10.0.0.5", "--dport", "81", "-j", "REDIRECT", "--to-ports", "15001")
+	h.Exec("ip6tables", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "-d", "fd00::5", "--dport", "81", "-j", "REDIRECT", "--to-ports", "15001")
+	seen := make(chan string, 2)
+	h.Serve(":80", func(c net.Conn) {
+		buffer := make([]byte, 10)
+		_, _ = c.Read(buffer) // until the end of the test
+	})
+	h.Serve(":15001", func(c net.Conn) { seen <- c.LocalAddr().String() })
+	for _, ip := range []string{"10.0.0.5", "fd00::5"} {
+		captured, err := h.Dial(t.Context(), "tcp", net.JoinHostPort(ip, "80"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = captured.Close() })
+		conn := captured.(*net.TCPConn)
+		to := func(ip string, port uint16) netip.AddrPort { return netip.AddrPortFrom(netip.MustParseAddr(ip), port) }
+		if _, err := Dial(t.Context(), conn, to(ip, 81)); !errors.Is(err, syscall.ECONNREFUSED) {
+			t.Errorf("nobody listens: got %v, want %v", err, syscall.ECONNREFUSED)
+		}
+		elsewhere := map[string]string{"10.0.0.5": "203.0.113.1", "fd00::5": "2001:db8::1"}[ip]
+		if _, err := Dial(t.Context(), conn, to(elsewhere, 81)); !errors.Is(err, syscall.ENETUNREACH) {
+			t.Errorf("no route: got %v, want %v", err, syscall.ENETUNREACH)
+		}
+		nobody := map[string]string{"10.0.0.5": "10.0.0.6", "fd00::5": "fd00::6"}[ip]
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error)
+		go func() {
+			_, err := Dial(ctx, conn, to(nobody, 81))
+			ended <- err
+		}()
+		entry := fmt.Sprintf("dst=%s ", nobody)
+		netns.Eventually(t, "its SYN waits for an answer", func() bool { return strings.Contains(table(h), entry) })
+		cancel()
+		if err := <-ended; !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("cancelled: got %v, want %v", err, os.ErrDeadlineExceeded)
+		}
+	}
+	if left := table(h); strings.Contains(left, "dport=81 ") {
+		t.Errorf("left in conntrack:\n%s", left)
+	}
+	if len(seen) > 0 {
+		t.Errorf("%s was redirected", <-seen)
+	}
+}
+
+// table is conntrack's.
+func table(h *netns.Host) string {
+	return h.Exec("conntrack", "-L") + h.Exec("conntrack", "-L", "-f", "ipv6")
+}
