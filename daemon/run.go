@@ -102,6 +102,7 @@ func (d daemon) run(ctx context.Context) error {
 	}
 	up := d.newWay(node, hub)
 	a := agent.New(source, attach.NewStore(conf.StateDir), up, up.accept, log)
+	a.Returning = up.returning
 	a.Ready = func() error {
 		var errs []error
 		for _, ask := range ready {
@@ -158,6 +159,8 @@ type way struct {
 	agent.Upstream
 	accept func(attach.NetnsID, attach.Pod, []netip.Addr) agent.Acceptor
 	run    func(context.Context) error
+	// returning is how long proxies may take to come back with their listeners.
+	returning time.Duration
 }
 
 func (d daemon) newWay(node *kube.Node, hub *proxies.Hub) way {
@@ -169,6 +172,7 @@ func (d daemon) newWay(node *kube.Node, hub *proxies.Hub) way {
 				return handedOut{hub.For(id, pod, ips), r.For(pod, ips)}
 			},
 			func(context.Context) error { return nil },
+			proxies.Returning,
 		}
 	}
 	var locate func() (string, error)
@@ -181,6 +185,7 @@ func (d daemon) newWay(node *kube.Node, hub *proxies.Hub) way {
 		up,
 		func(_ attach.NetnsID, pod attach.Pod, ips []netip.Addr) agent.Acceptor { return r.For(pod, ips) },
 		up.Run,
+		0,
 	}
 }
 
@@ -230,7 +235,7 @@ var errEnded = errors.New("the agent has ended")
 
 // begin takes the gates over from the daemon before this one, brings up what was captured, and listens on the agent
 // socket. Before the first call is answered, every gate is served again.
-func begin(ctx context.Context, a *agent.Agent, path string) (net.Listener, error) {
+func begin(ctx context.Context, a *agent.Agent, path string) (*unixsock.Listener, error) {
 	taken, err := a.TakeOver(path)
 	if err != nil {
 		return nil, err

@@ -2,9 +2,11 @@ package integration
 
 import (
 	"context"
+	"errors"
 	"io"
 	"net"
 	"strings"
+	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -158,5 +160,55 @@ func TestHandOverToOneThatDies(t *testing.T) {
 	allWell(t, outcome, 20)
 	if err := n.AddPod("next").Check(); err != nil {
 		t.Errorf("CHECK of a pod that was added then: %v", err)
+	}
+}
+
+// TestDaemonHangs: the next one does not wait for it, and it goes when it wakes. What the proxies have, they go on serving.
+func TestDaemonHangs(t *testing.T) {
+	t.Parallel()
+	for _, protocol := range []string{"connect", "sockets"} {
+		t.Run(protocol, func(t *testing.T) {
+			t.Parallel()
+			n, start := newNodeFor(t, protocol)
+			echoWorld(n)
+			start()
+			d := n.StartDaemon()
+			pods := []*netns.Pod{n.AddPod("one"), n.AddPod("two")}
+			talks := startTalks(t, pods[0].Host, 2, 1000)
+			hearAll(t, talks)
+			d.Freeze()
+			outcome := clients(patience(t), 4, random(100), pods[0].Host, pods[1].Host)
+			if protocol == "sockets" {
+				allWell(t, outcome, 8)
+			}
+			next := n.StartDaemon()
+			if protocol == "connect" {
+				for range 8 {
+					if err := <-outcome; !errors.Is(err, syscall.ECONNRESET) {
+						t.Errorf("got %v, want a reset of what waited for the one that hangs", err)
+					}
+				}
+			}
+			allWell(t, clients(patience(t), 20, random(1<<10), pods[0].Host, pods[1].Host), 40)
+			netns.Eventually(t, "every pod is as it should be", func() bool {
+				return len(next.Of(pods[0]).Notes)+len(next.Of(pods[1]).Notes) == 0
+			})
+			if evicted := strings.Contains(next.Log(), "ending the listeners of a sluiced that hangs"); evicted != (protocol == "connect") {
+				t.Errorf("listeners were ended: %t", evicted)
+			}
+			d.Signal(syscall.SIGCONT)
+			netns.Eventually(t, "it notices when it wakes", func() bool { return strings.Contains(d.Log(), "another sluiced has gone on without this one") })
+			for _, c := range talks {
+				if err := c.say(random(1000)); err != nil {
+					t.Error(err)
+				}
+			}
+			hearAll(t, talks) // what it relays goes on
+			for _, c := range talks {
+				_ = c.Close()
+			}
+			netns.Eventually(t, "it ends with the last of its connections", d.Ended)
+			allWell(t, clients(patience(t), 20, random(1<<10), pods[0].Host, pods[1].Host), 40)
+		})
 	}
 }

@@ -59,6 +59,9 @@ var errLeft = errors.New("somebody else goes on with the gate")
 type Agent struct {
 	// Ready, if set, says why the daemon is not ready to serve.
 	Ready func() error
+	// Returning is how long proxies may take to bring listeners back that a daemon which hangs has too. Then, or at once
+	// if it is 0, those are ended.
+	Returning time.Duration
 
 	source   Source
 	store    attach.Store
@@ -71,6 +74,7 @@ type Agent struct {
 	// holds it for reading.
 	handing   sync.RWMutex
 	retired   chan struct{}                 // closed when another daemon has taken over
+	hung      time.Time                     // when the daemon before this one was found to hang, if it does
 	inherited map[attach.NetnsID][]*os.File // listeners that were handed over, or back
 
 	mu      sync.Mutex // guards the maps, and what is in a netns; held for moments

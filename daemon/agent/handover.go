@@ -82,11 +82,27 @@ func (a *Agent) HandOver(conn *net.UnixConn) error {
 		a.resume()
 		return fmt.Errorf("handing over: %w", err)
 	}
+	a.retire()
+	return nil
+}
+
+// retire leaves the gates to another daemon. It is for who holds handing.
+func (a *Agent) retire() {
 	for _, n := range a.all() {
 		a.release(n) // what it relays goes on
 	}
 	close(a.retired)
-	return nil
+}
+
+// replaced is for when another daemon serves the agent socket, and has not asked for the gates: this one has hung for so
+// long that it was given up.
+func (a *Agent) replaced() {
+	a.handing.Lock()
+	defer a.handing.Unlock()
+	if !a.isRetired() {
+		a.log.Error("another sluiced has gone on without this one, which has hung; what is open is relayed to its end")
+		a.retire()
+	}
 }
 
 func (a *Agent) sendGates(conn *net.UnixConn) error {
@@ -174,6 +190,7 @@ func (a *Agent) TakeOver(socket string) (taken func() error, err error) {
 	_ = conn.Close() // nothing more to say
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		a.log.Warn("the sluiced before this one hangs; going on without it", "err", err)
+		a.hung = time.Now()
 		return nothing, nil
 	}
 	return nil, fmt.Errorf("another sluiced serves the agent socket %s, and does not hand over: %w", socket, err)

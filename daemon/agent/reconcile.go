@@ -10,6 +10,9 @@ import (
 	"os"
 	"time"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
@@ -126,11 +129,28 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
 		if r.Installed != nil {
 			was = r.Installed.Ruleset
 		}
-		if err := a.open(n, r.Attachment, was); err != nil {
+		if err := a.reopen(n, r.Attachment, was); err != nil {
 			return err
 		}
 	}
 	return a.settle(ctx, n, r)
+}
+
+// reopen opens the gate of an attachment that was captured before. A daemon that hangs has its listeners still.
+func (a *Agent) reopen(n *netns, at attach.Attachment, r ruleset.Ruleset) error {
+	err := a.open(n, at, r)
+	if !errors.Is(err, unix.EADDRINUSE) || a.hung.IsZero() || time.Since(a.hung) < a.Returning {
+		return err
+	}
+	a.log.Warn("ending the listeners of a sluiced that hangs", "attachment", at.String())
+	var inbound []netip.Addr
+	if len(r.InboundPorts) > 0 {
+		inbound = a.addresses(n, at)
+	}
+	if err := gate.Evict(at.Netns, inbound); err != nil {
+		return err
+	}
+	return a.open(n, at, r)
 }
 
 // inLine tells whether r is known as it is.

@@ -6,8 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
+	"sync"
+	"time"
 
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -15,7 +16,7 @@ import (
 
 // Listen binds the agent socket, in place of one that another daemon left or has handed over. From then on the
 // plugin's calls queue until Serve.
-func Listen(path string) (net.Listener, error) {
+func Listen(path string) (*unixsock.Listener, error) {
 	l, err := unixsock.Listen("unix", path)
 	if err != nil {
 		return nil, fmt.Errorf("agent socket: %w", err)
@@ -24,7 +25,12 @@ func Listen(path string) (net.Listener, error) {
 }
 
 // Serve answers on l until ctx ends.
-func (a *Agent) Serve(ctx context.Context, l net.Listener) error {
+func (a *Agent) Serve(ctx context.Context, l *unixsock.Listener) error {
+	ctx, cancel := context.WithCancel(ctx)
+	var watch sync.WaitGroup
+	watch.Go(func() { a.watch(ctx, l) })
+	defer watch.Wait()
+	defer cancel()
 	s := &http.Server{
 		Handler:        a.handler(),
 		ReadTimeout:    attach.Timeout,
@@ -39,6 +45,20 @@ func (a *Agent) Serve(ctx context.Context, l net.Listener) error {
 		return fmt.Errorf("serving the agent socket: %w", err)
 	}
 	return nil
+}
+
+// watch looks whether l is still the socket that others find, until ctx ends.
+func (a *Agent) watch(ctx context.Context, l *unixsock.Listener) {
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	for !l.Replaced() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+	a.replaced()
 }
 
 func (a *Agent) handler() http.Handler {

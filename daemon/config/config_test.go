@@ -193,8 +193,7 @@ func TestParseErrors(t *testing.T) {
 		{upstream + "capture: {source: all, excludeCIDRs: [x]}\n", `capture.excludeCIDRs: "x" is not a CIDR`},
 		{upstream + "capture: {source: all, quic: no}\n", `capture.quic: "false" is not one of [reject allow]`},
 
-		{minimal + "late: {policy: wait}\n", `late.policy: "wait" is not one of [queue hold]`},
-		{minimal + "late: {policy: never}\n", `late.policy: "never" is not one of [queue hold direct]`},
+		{minimal + "late: {policy: wait}\n", `late.policy: "wait" is not one of [queue hold direct]`},
 		{minimal + "late: {timeout: forever}\n", `late.timeout: "forever" is not a duration`},
 		{minimal + "late: {timeout: -1s}\n", `late.timeout: "-1s" is not a duration`},
 		{minimal + "agentSocket: agent.sock\n", `agentSocket: "agent.sock" is not an absolute path`},

@@ -65,7 +65,11 @@ type inetDiagMsg struct {
 	inode                         uint32
 }
 
-const sockDiagByFamily = 20 // SOCK_DIAG_BY_FAMILY, linux/sock_diag.h
+// linux/sock_diag.h.
+const (
+	sockDiagByFamily = 20 // SOCK_DIAG_BY_FAMILY
+	sockDestroy      = 21 // SOCK_DESTROY
+)
 
 // AppState looks up the socket from which src was connected to dst. An app that has closed its socket sends
 // the same FIN as one that has only shut its sending side down; the kernel knows which it was.
@@ -77,11 +81,10 @@ func (g *Gate) AppState(src, dst netip.AddrPort) AppState {
 	return state
 }
 
-func (d *diag) lookup(src, dst netip.AddrPort) (AppState, error) {
+// about asks for the socket at src that is connected to dst, or for the listener there.
+func about(kind, flags uint16, src, dst netip.AddrPort) *inetDiagReq {
 	req := inetDiagReq{
-		header: unix.NlMsghdr{
-			Len: uint32(unsafe.Sizeof(inetDiagReq{})), Type: sockDiagByFamily, Flags: unix.NLM_F_REQUEST,
-		},
+		header: unix.NlMsghdr{Len: uint32(unsafe.Sizeof(inetDiagReq{})), Type: kind, Flags: unix.NLM_F_REQUEST | flags},
 		family: unix.AF_INET, protocol: unix.IPPROTO_TCP, states: ^uint32(0),
 		id: inetDiagSockID{cookie: [2]uint32{^uint32(0), ^uint32(0)}}, // INET_DIAG_NOCOOKIE
 	}
@@ -92,9 +95,14 @@ func (d *diag) lookup(src, dst netip.AddrPort) (AppState, error) {
 	binary.BigEndian.PutUint16(req.id.dport[:], dst.Port())
 	copy(req.id.src[:], src.Addr().AsSlice())
 	copy(req.id.dst[:], dst.Addr().AsSlice())
+	return &req
+}
+
+func (d *diag) lookup(src, dst netip.AddrPort) (AppState, error) {
+	req := about(sockDiagByFamily, 0, src, dst)
 	var reply inetDiagMsg
 	n, err := d.converse(
-		unsafe.Slice((*byte)(unsafe.Pointer(&req)), unsafe.Sizeof(req)),
+		unsafe.Slice((*byte)(unsafe.Pointer(req)), unsafe.Sizeof(*req)),
 		unsafe.Slice((*byte)(unsafe.Pointer(&reply)), unsafe.Sizeof(reply)),
 	)
 	switch {
@@ -107,6 +115,31 @@ func (d *diag) lookup(src, dst netip.AddrPort) (AppState, error) {
 	default:
 		return AppOpen, nil
 	}
+}
+
+// nlmsgErr is struct nlmsgerr behind its header, as far as it matters (linux/netlink.h).
+type nlmsgErr struct {
+	header unix.NlMsghdr
+	errno  int32
+}
+
+// destroy closes the listener at an address, whoever has it (tcp_abort in net/ipv4/tcp.c). That there is none is no error.
+func (d *diag) destroy(at netip.AddrPort) error {
+	req := about(sockDestroy, unix.NLM_F_ACK, at, netip.AddrPort{})
+	var reply nlmsgErr
+	n, err := d.converse(
+		unsafe.Slice((*byte)(unsafe.Pointer(req)), unsafe.Sizeof(*req)),
+		unsafe.Slice((*byte)(unsafe.Pointer(&reply)), unsafe.Sizeof(reply)),
+	)
+	switch {
+	case err != nil:
+		return fmt.Errorf("SOCK_DESTROY: %w", err)
+	case n < int(unsafe.Sizeof(reply)) || reply.header.Type != unix.NLMSG_ERROR:
+		return errors.New("SOCK_DESTROY: a malformed answer")
+	case reply.errno != 0 && unix.Errno(-reply.errno) != unix.ENOENT:
+		return fmt.Errorf("SOCK_DESTROY: %w", unix.Errno(-reply.errno))
+	}
+	return nil
 }
 
 // Counts asks the kernel for the connections that came through g, that somebody has accepted and still has, and what they

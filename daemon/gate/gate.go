@@ -37,6 +37,38 @@ func (l *Listener) Inbound() bool { return l.at.Port() == ruleset.InboundPort }
 // backlog is more than any net.core.somaxconn: the kernel takes the smaller of the two.
 const backlog = 1 << 16
 
+// outbound is where what pods send arrives.
+var outbound = []netip.AddrPort{
+	netip.AddrPortFrom(netip.IPv4Unspecified(), ruleset.OutboundPort),
+	netip.AddrPortFrom(netip.IPv6Unspecified(), ruleset.OutboundPort),
+}
+
+// Evict ends the listeners of a gate in the netns at path that some other process has and does not give away. Connections
+// that wait in their accept queues are reset by the kernel.
+func Evict(path string, inbound []netip.Addr) error {
+	at := slices.Clone(outbound)
+	for _, a := range inbound {
+		at = append(at, netip.AddrPortFrom(a, ruleset.InboundPort))
+	}
+	err := ns.WithNetNSPath(path, func(ns.NetNS) error {
+		d, err := openDiag()
+		if err != nil {
+			return err
+		}
+		defer d.file.Close() //nolint:errcheck // the answers count
+		for _, a := range at {
+			if err := d.destroy(a); err != nil {
+				return fmt.Errorf("port %d of %s: %w", a.Port(), a.Addr(), err)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("ending listeners of another process in netns %s: %w", path, err)
+	}
+	return nil
+}
+
 // Open listens for what the pod in the netns at path sends. Wildcards, because what a nested container sends is
 // redirected to the address of the bridge it came in by.
 func Open(path string) (*Gate, error) {
@@ -45,10 +77,7 @@ func Open(path string) (*Gate, error) {
 		if g.diag, err = openDiag(); err != nil {
 			return err
 		}
-		g.Listeners, err = listenAll([]netip.AddrPort{
-			netip.AddrPortFrom(netip.IPv4Unspecified(), ruleset.OutboundPort),
-			netip.AddrPortFrom(netip.IPv6Unspecified(), ruleset.OutboundPort),
-		})
+		g.Listeners, err = listenAll(outbound)
 		return err
 	})
 	if err != nil {

@@ -19,6 +19,10 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
+// Returning is how long a proxy may take to come to another sluiced when its own hangs: twice as long as it waits for a
+// word (docs/proxies.md).
+const Returning = 10 * time.Second
+
 // maxProxies is how many may be connected at a time.
 const maxProxies = 32
 

@@ -13,9 +13,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// Listener is a socket at a path.
+type Listener struct {
+	net.Listener
+	path string
+	file os.FileInfo
+}
+
+// Replaced tells whether the path leads to another's socket by now.
+func (l *Listener) Replaced() bool {
+	now, err := os.Stat(l.path)
+	return err == nil && !os.SameFile(now, l.file)
+}
+
 // Listen binds a socket at path, in place of one that another daemon left or has handed over. network is "unix", or
 // "unixpacket" for one that keeps messages apart.
-func Listen(network, path string) (net.Listener, error) {
+func Listen(network, path string) (*Listener, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return nil, err
 	}
@@ -31,10 +44,14 @@ func Listen(network, path string) (net.Listener, error) {
 	if err := os.Chmod(fresh, 0o600); err != nil {
 		return nil, errors.Join(err, l.Close())
 	}
-	if err := os.Rename(fresh, path); err != nil {
+	file, err := os.Stat(fresh)
+	if err == nil {
+		err = os.Rename(fresh, path)
+	}
+	if err != nil {
 		return nil, errors.Join(err, l.Close())
 	}
-	return l, nil
+	return &Listener{l, path, file}, nil
 }
 
 // RootOnly hangs up on peers that are neither root nor the daemon's own user. The mode of the socket says the same,
@@ -115,7 +132,7 @@ func Receive(c *net.UnixConn, p []byte) (n int, files []*os.File, err error) {
 	oob := make([]byte, unix.CmsgSpace(MaxFiles*4))
 	n, oobn, flags, _, err := c.ReadMsgUnix(p, oob)
 	if err != nil {
-		return n, nil, err
+		return 0, nil, err // n is -1, which no reader may return
 	}
 	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
 	if err != nil {

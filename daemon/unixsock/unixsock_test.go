@@ -115,3 +115,16 @@ func TestSendOfAClosedFile(t *testing.T) {
 		t.Errorf("got %v, want os.ErrClosed", err)
 	}
 }
+
+// TestReceiveFails: as an io.Reader would.
+func TestReceiveFails(t *testing.T) {
+	t.Parallel()
+	a, _ := pair(t)
+	if err := a.SetReadDeadline(time.Unix(1, 0)); err != nil {
+		t.Fatal(err)
+	}
+	n, files, err := Receive(a, make([]byte, 10))
+	if n != 0 || files != nil || !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("got %d bytes, %v, %v; want none and %v", n, files, err, os.ErrDeadlineExceeded)
+	}
+}

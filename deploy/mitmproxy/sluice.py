@@ -30,6 +30,7 @@ from mitmproxy import ctx, platform, version
 PROTOCOL = 1
 MAX_MESSAGE = 64 << 10
 RECONNECT = 0.25  # seconds
+SILENCE = 5  # seconds; sluiced says something every second
 RESERVE = 16  # descriptors for whatever else
 
 # Beside the link-local ones, the addresses at which clouds serve a node's credentials.
@@ -191,10 +192,11 @@ class Session:
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.setblocking(False)
+            bound = os.stat(self.path).st_ino
             await loop.sock_connect(sock, self.path)
             await self._greet(sock)
             while True:
-                message, fds = await receive(sock)
+                message, fds = await self._hear(sock, bound)
                 sockets = [socket.socket(fileno=fd) for fd in fds]
                 try:
                     answer = self._obey(message, sockets)
@@ -204,6 +206,14 @@ class Session:
                     raise
                 if answer:
                     await send(sock, answer)
+
+    async def _hear(self, sock: socket.socket, bound: int) -> tuple[dict, list[int]]:
+        while True:
+            try:
+                return await asyncio.wait_for(receive(sock), SILENCE)
+            except asyncio.TimeoutError:
+                if os.stat(self.path).st_ino != bound:
+                    raise EOFError("sluiced hangs, and another has taken its place")
 
     async def _greet(self, sock: socket.socket) -> None:
         held = list(self.listeners.held.items())
