@@ -97,3 +97,35 @@ func TestPatienceOfPods(t *testing.T) {
 		t.Errorf("not captured: got %q, want %q", got, untouched)
 	}
 }
+
+// TestProbe: a mitmproxy that listens and does not serve is late, so what is to happen then happens, and it is there again as
+// soon as it serves.
+func TestProbe(t *testing.T) {
+	t.Parallel()
+	for _, m := range mitmModes {
+		t.Run(m.protocol, func(t *testing.T) {
+			t.Parallel()
+			n := netns.NewNode(t, bin)
+			n.Config["upstream"] = map[string]any{"address": netns.ProxyAddress, "protocol": m.protocol, "probeInterval": "100ms"}
+			echoWorld(n)
+			proxy := n.StartMitmdump("--mode", m.mode, "--set", "ignore_hosts=.*")
+			d := n.StartDaemon()
+			pod := n.AddPod("web")
+			allWell(t, clients(patience(t), 4, random(200), pod.Host), 4)
+			proxy.Freeze()
+			var up attach.UpstreamStatus
+			netns.Eventually(t, "it is late", func() bool {
+				up = d.Status().Upstream
+				return !up.Ready
+			})
+			wantText(t, up.Reason, `it takes connections, and fails a probe: .*`)
+			outcome := clients(patience(t), 10, random(200), pod.Host)
+			netns.Eventually(t, "they wait", func() bool { return d.Of(pod).Waiting == 10 })
+			proxy.Signal(syscall.SIGCONT)
+			allWell(t, outcome, 10)
+			if got := d.Status().Upstream; !got.Ready {
+				t.Errorf("got %+v, want it ready", got)
+			}
+		})
+	}
+}

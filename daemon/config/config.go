@@ -47,6 +47,8 @@ type Upstream struct {
 	Service  Name
 	Port     uint16
 	Protocol Protocol
+	// ProbeInterval is how often something is asked of it, to see that it serves; 0 for never.
+	ProbeInterval time.Duration
 }
 
 // Selector chooses pods of one namespace by their labels.
@@ -163,6 +165,7 @@ func (c *Config) complete() error {
 		{service && u.Service.Name == "", "upstream.service.name: missing"},
 		{(pods || service) && u.Port == 0 && !comes, "upstream.port: missing"},
 		{comes && service, "upstream.service: a proxy that comes for sockets is known by its podSelector"},
+		{comes && u.ProbeInterval != 0, fmt.Sprintf("upstream.probeInterval: %s: proxies that come for sockets are asked every second as it is", u.ProbeInterval)},
 		{u.Address != "" && u.Port != 0, "upstream.port: the address has one"},
 		{(pods || service) && c.Capture.Source != Kubernetes, fmt.Sprintf("capture.source: %q knows no pods and services", c.Capture.Source)},
 	} {
@@ -186,6 +189,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		"upstream.service.namespace":       text(&c.Upstream.Service.Namespace, named),
 		"upstream.service.name":            text(&c.Upstream.Service.Name, named),
 		"upstream.port":                    text(&c.Upstream.Port, port),
+		"upstream.probeInterval":           text(&c.Upstream.ProbeInterval, Timeout),
 		"capture.source":                   text(&c.Capture.Source, oneOf([]Source{All, Kubernetes})),
 		"capture.includePorts":             list(&c.Capture.IncludePorts, ruleset.ParsePortRange),
 		"capture.excludePorts":             list(&c.Capture.ExcludePorts, ruleset.ParsePortRange),

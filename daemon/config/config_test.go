@@ -193,6 +193,8 @@ func TestParseErrors(t *testing.T) {
 		{upstream + "capture: {source: all, excludeCIDRs: [x]}\n", `capture.excludeCIDRs: "x" is not a CIDR`},
 		{upstream + "capture: {source: all, quic: no}\n", `capture.quic: "false" is not one of [reject allow]`},
 
+		{"upstream: {protocol: sockets, probeInterval: 5s}\ncapture: {source: all}\n", "upstream.probeInterval: 5s: proxies that come for sockets are asked"},
+		{"upstream: {address: '127.0.0.1:1', probeInterval: often}\ncapture: {source: all}\n", `upstream.probeInterval: "often" is not a duration`},
 		{minimal + "late: {policy: wait}\n", `late.policy: "wait" is not one of [queue hold direct]`},
 		{minimal + "late: {timeout: forever}\n", `late.timeout: "forever" is not a duration`},
 		{minimal + "late: {timeout: -1s}\n", `late.timeout: "-1s" is not a duration`},

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"log/slog"
 	"net"
 	"strings"
 	"sync/atomic"
@@ -188,5 +189,43 @@ func TestMisconfiguredIsSaidWhileItLasts(t *testing.T) {
 	eventually(t, "a request is answered as it should be", func() bool { return echo(t.Context(), u) == nil })
 	if s := u.Status(); !s.Ready || s.Reason != "" {
 		t.Errorf("after a 200: got %+v, want it ready, without a reason", s)
+	}
+}
+
+// TestProbe: with probes, an upstream that listens is late until it serves, and its reason says what it answers.
+func TestProbe(t *testing.T) {
+	t.Parallel()
+	var answer atomic.Value
+	answer.Store("HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
+	var asked atomic.Value
+	c := config.Upstream{Address: freeAddress(), Protocol: config.Connect, ProbeInterval: 10 * time.Millisecond}
+	u := New(c, nil, slog.New(slog.DiscardHandler))
+	startProxy(t, c.Address, func(conn *net.TCPConn) {
+		req, err := readConnect(conn)
+		if err != nil {
+			return
+		}
+		asked.Store(req)
+		_, _ = io.WriteString(conn, answer.Load().(string))
+	})
+	run(t, u)
+	for _, step := range []struct {
+		answer, reason string
+		ready          bool
+	}{
+		{"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", "fails a probe: upstream is not configured for sluice", false},
+		{"HTTP/1.1 200 OK\r\n\r\n", "", true},
+		{"", "fails a probe: upstream is late", false},
+		{"HTTP/1.1 200 OK\r\n\r\n", "", true},
+		{"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", "fails a probe: upstream cannot reach the destination", false},
+	} {
+		answer.Store(step.answer)
+		eventually(t, "the answer to a probe counts: "+step.answer, func() bool {
+			s := u.Status()
+			return s.Ready == step.ready && strings.Contains(s.Reason, step.reason)
+		})
+	}
+	if host := asked.Load().(string); !strings.Contains(host, "CONNECT 127.0.0.1:") {
+		t.Errorf("it was asked for %s, want a listener on the way to it", host)
 	}
 }

@@ -30,8 +30,8 @@ var (
 )
 
 const (
-	// probeInterval is how often an upstream that is not there is looked for: the gate opens within 100 ms.
-	probeInterval = 80 * time.Millisecond
+	// dialInterval is how often an upstream that is not there is looked for: the gate opens within 100 ms.
+	dialInterval = 80 * time.Millisecond
 	// dialTimeout bounds the TCP handshake with the upstream. One whose backlog is full does not
 	// refuse but drops SYNs; the kernel sends the second after 1 s, the third after 3.
 	dialTimeout = 5 * time.Second
@@ -46,6 +46,8 @@ type Upstream struct {
 	locate   func() (string, error)
 	protocol config.Protocol
 	log      *slog.Logger
+	every    time.Duration // between probes; 0 for none
+	dialled  chan struct{} // receives when a dial has succeeded, for the probes
 
 	mu     sync.Mutex
 	spare  *spare        // nil while there is none
@@ -62,6 +64,7 @@ func New(c config.Upstream, locate func() (string, error), log *slog.Logger) *Up
 	}
 	return &Upstream{
 		name: c.String(), locate: locate, protocol: c.Protocol, log: log,
+		every: c.ProbeInterval, dialled: make(chan struct{}, 1),
 		ready: make(chan struct{}), since: time.Now(), reason: "not looked for yet",
 	}
 }
@@ -70,12 +73,17 @@ func New(c config.Upstream, locate func() (string, error), log *slog.Logger) *Up
 // proxy's end than the end of its connections, and no cheaper one. The next request takes the spare, which
 // saves it the dial.
 func (u *Upstream) Run(ctx context.Context) error {
+	var probing sync.WaitGroup
+	defer probing.Wait()
+	if u.every > 0 {
+		probing.Go(func() { u.keepProbing(ctx) })
+	}
 	for ctx.Err() == nil {
-		next := time.Now().Add(probeInterval)
+		next := time.Now().Add(dialInterval)
 		conn, err := u.dial(ctx)
 		switch {
 		case err == nil:
-			u.came()
+			u.listens()
 			if u.offer(ctx, conn) {
 				continue
 			}
@@ -86,6 +94,23 @@ func (u *Upstream) Run(ctx context.Context) error {
 		sleep(ctx, time.Until(next))
 	}
 	return nil
+}
+
+// listens is for an upstream whose kernel, at least, answers.
+func (u *Upstream) listens() {
+	if u.every == 0 {
+		u.came()
+		return
+	}
+	u.mu.Lock()
+	late := !u.isReady()
+	u.mu.Unlock()
+	if late {
+		select {
+		case u.dialled <- struct{}{}:
+		default:
+		}
+	}
 }
 
 // offer holds conn out until it is used, or has ended, or ctx has; it tells whether it was used.
@@ -232,13 +257,9 @@ func (u *Upstream) Connect(ctx context.Context, req Request, dialled func()) (*n
 		_ = conn.Close() // nothing was asked on it
 		return nil, nil, fmt.Errorf("%w: the upstream itself has made the connection: it would come back", ErrUnreachable)
 	}
-	ask := askConnect
-	if u.protocol == config.SOCKS5 {
-		ask = askSOCKS5
-	}
 	_ = conn.SetDeadline(time.Now().Add(answerTimeout)) // fails only on a closed connection, as the next call will
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
-	first, err := ask(line, req)
+	first, err := u.ask(line, req)
 	stop()
 	if err == nil {
 		err = conn.SetDeadline(time.Time{})
@@ -249,6 +270,14 @@ func (u *Upstream) Connect(ctx context.Context, req Request, dialled func()) (*n
 		return nil, nil, err
 	}
 	return conn, first, nil
+}
+
+// ask speaks the upstream's protocol.
+func (u *Upstream) ask(conn net.Conn, req Request) ([]byte, error) {
+	if u.protocol == config.SOCKS5 {
+		return askSOCKS5(conn, req)
+	}
+	return askConnect(conn, req)
 }
 
 // note remembers, and says once, what is wrong with what the upstream answers.
