@@ -66,7 +66,8 @@ func benchWaiting(b *bench) {
 		b.tb.Fatalf("explicit clients: %v", e.failure)
 	}
 	e.close()
-	b.add(result{Part: "waiting", figure: figure{"rate of serving", rate, "/s"}}.beside("the proxy alone", e.rate(), "/s"))
+	b.add(result{Part: "waiting", figure: figure{"rate of serving, of the proxy's alone", rate / e.rate(), ""}}.atLeast(0.5).
+		beside("sluice", rate, "/s").beside("the proxy alone", e.rate(), "/s"))
 }
 
 func waiting(s attach.Status) (n int) {

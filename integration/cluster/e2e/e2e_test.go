@@ -62,6 +62,16 @@ func TestSluice(t *testing.T) {
 		if got := askedBy(ctx, t, c); got != 1 {
 			t.Errorf("the server was asked %d times, want once, by the pod without the label", got)
 		}
+		hasty := newPod("hasty", namespace, capture, "sleep 86400", ask)
+		hasty.Annotations = map[string]string{"sluice.dev/when-late": "direct", "sluice.dev/late-timeout": "2s"}
+		must(t, client(c).Create(ctx, hasty))
+		must(t, eventually(ctx, "a pod that may go direct runs", func() (bool, error) { return running(ctx, c, "hasty"), nil }))
+		must(t, eventually(ctx, "its people are told", func() (bool, error) {
+			return told(ctx, c, "hasty", "SluiceConnectionsDirect", "WITHOUT the upstream")
+		}))
+		if got := askedBy(ctx, t, c); got != 2 {
+			t.Errorf("the server was asked %d times, want twice, by the pod that goes direct too", got)
+		}
 		must(t, eventually(ctx, "kubelet is told to try the pod that is held again", func() (bool, error) {
 			return told(ctx, c, "held", "FailedCreatePodSandBox", "is late")
 		}))
