@@ -1,15 +1,18 @@
 package integration
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -19,17 +22,27 @@ import (
 // direct are the annotations of a pod whose connections wait for no longer than they have to.
 var direct = late("direct", "1s")
 
-const peersPort = "1113"
+// endings are how a server can end a connection, by the port that it serves at. To conntrack they are not the same.
+var endings = map[string]func(*net.TCPConn){
+	"1113": func(*net.TCPConn) {},
+	"1114": func(c *net.TCPConn) {
+		_, _ = c.Read(make([]byte, 1)) // until the client has heard
+		_ = c.SetLinger(0)
+	},
+}
 
 // servePeers tells, in the world, the address and the port that a connection comes from.
 func servePeers(n *netns.Node) {
-	for _, ip := range []string{netns.WorldIPv4, netns.WorldIPv6} {
-		n.World.Serve(net.JoinHostPort(ip, peersPort), func(c net.Conn) { fmt.Fprint(c, c.RemoteAddr()) })
+	for port, end := range endings {
+		n.World.Serve(":"+port, func(c net.Conn) {
+			fmt.Fprintln(c, c.RemoteAddr())
+			end(c.(*net.TCPConn))
+		})
 	}
 }
 
 // peerFrom connects from h, from one port if that is not 0, and returns what the server saw, and the port.
-func peerFrom(ctx context.Context, h *netns.Host, ip string, port uint16) (seen netip.AddrPort, own uint16, err error) {
+func peerFrom(ctx context.Context, h *netns.Host, address string, port uint16) (seen netip.AddrPort, own uint16, err error) {
 	var c net.Conn
 	err = h.Do(func() (err error) {
 		d := net.Dialer{LocalAddr: &net.TCPAddr{Port: int(port)}, Control: func(_, _ string, raw syscall.RawConn) error {
@@ -37,18 +50,25 @@ func peerFrom(ctx context.Context, h *netns.Host, ip string, port uint16) (seen 
 				_ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEADDR, 1) // bind tells
 			})
 		}}
-		c, err = d.DialContext(ctx, "tcp", net.JoinHostPort(ip, peersPort))
+		c, err = d.DialContext(ctx, "tcp", address)
 		return err
 	})
 	if err != nil {
 		return seen, 0, err
 	}
 	defer c.Close() //nolint:errcheck // read to its end
-	text, err := readAll(ctx, c)
+	deadline, _ := ctx.Deadline()
+	if err := c.SetDeadline(deadline); err != nil {
+		return seen, 0, err
+	}
+	line, err := bufio.NewReader(c).ReadString('\n')
 	if err != nil {
 		return seen, 0, err
 	}
-	seen, err = netip.ParseAddrPort(text)
+	if _, err := c.Write([]byte("x")); err == nil {
+		_, _ = io.Copy(io.Discard, c) // however it ends
+	}
+	seen, err = netip.ParseAddrPort(strings.TrimSpace(line))
 	return seen, c.LocalAddr().(*net.TCPAddr).AddrPort().Port(), err
 }
 
@@ -95,7 +115,8 @@ func TestDirect(t *testing.T) {
 	}
 }
 
-// TestDirectIsNobodyElses: a process in the pod that takes the port that went direct before is captured as ever.
+// TestDirectIsNobodyElses: a process in the pod that takes the port that went direct before is captured as ever, however
+// that connection has ended.
 func TestDirectIsNobodyElses(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours {
@@ -105,25 +126,67 @@ func TestDirectIsNobodyElses(t *testing.T) {
 			servePeers(n)
 			n.StartDaemon()
 			pod := f.addPod(t, n, "pod", annotated(n, direct))
-			for ip, own := range map[string]string{netns.WorldIPv4: pod.IPv4, netns.WorldIPv6: pod.IPv6} {
-				seen, port, err := peerFrom(patience(t), pod.Host, ip, 0)
-				if err != nil {
-					t.Fatal(err)
+			var wg sync.WaitGroup
+			for port := range endings {
+				wg.Go(func() { takeOverPort(t, pod, net.JoinHostPort(netns.WorldIPv4, port), pod.IPv4) })
+				wg.Go(func() { takeOverPort(t, pod, net.JoinHostPort(netns.WorldIPv6, port), pod.IPv6) })
+			}
+			wg.Wait()
+		})
+	}
+}
+
+func takeOverPort(t *testing.T, pod *netns.Pod, address, ip string) {
+	seen, port, err := peerFrom(patience(t), pod.Host, address, 0)
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	if seen.Addr().String() != ip || seen.Port() == port {
+		t.Errorf("%s saw %s, want %s and another port than %d", address, seen, ip, port)
+	}
+	var again netip.AddrPort
+	for ctx := patience(t); ctx.Err() == nil; {
+		again, port, err = peerFrom(ctx, pod.Host, address, seen.Port())
+		if !errors.Is(err, syscall.EADDRINUSE) { // by sluiced, for a moment
+			break
+		}
+	}
+	if err != nil || port != seen.Port() || again.Port() == port {
+		t.Errorf("from port %d, %s saw %s, %v: want it to see another", port, address, again, err)
+	}
+}
+
+// TestSYNOfAKnownConnectionStays: nat is not asked about a SYN that conntrack takes for part of a connection that it knows.
+func TestSYNOfAKnownConnectionStays(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			n := netns.NewNode(t, bin)
+			servePeers(n)
+			startConnectProxy(n)
+			n.StartDaemon()
+			pod := f.addPod(t, n, "pod", nil)
+			nested := pod.Nested()
+			for _, from := range []struct {
+				host     *netns.Host
+				src, dst string
+			}{
+				{pod.Host, pod.IPv4, netns.WorldIPv4},
+				{pod.Host, pod.IPv6, netns.WorldIPv6},
+				{nested, "172.30.0.2", netns.WorldIPv4},
+			} {
+				pod.Exec("conntrack", "-I", "-p", "tcp", "-s", from.src, "-d", from.dst, "--sport", "4000", "--dport", "1113",
+					"--state", "ESTABLISHED", "-u", "SEEN_REPLY,ASSURED", "-t", "60")
+				ctx, cancel := context.WithTimeout(t.Context(), 1200*time.Millisecond) // the second SYN goes after one second
+				if seen, _, err := peerFrom(ctx, from.host, net.JoinHostPort(from.dst, "1113"), 4000); err == nil {
+					t.Errorf("from %s the server saw %s", from.src, seen)
 				}
-				if seen.Addr().String() != own || seen.Port() == port {
-					t.Errorf("the server saw %s, want %s and another port than %d", seen, own, port)
-				}
-				var again netip.AddrPort
-				netns.Eventually(t, "the port is free", func() bool {
-					again, port, err = peerFrom(patience(t), pod.Host, ip, seen.Port())
-					return !errors.Is(err, syscall.EADDRINUSE)
-				})
-				if err != nil {
-					t.Fatal(err)
-				}
-				if port != seen.Port() || again.Port() == port {
-					t.Errorf("from port %d, the server saw %s: it has gone around", port, again)
-				}
+				cancel()
+			}
+			if got := n.SYNs(); got != 0 {
+				t.Errorf("%d SYNs left the pod, want none", got)
 			}
 		})
 	}

@@ -2,9 +2,10 @@
 // and address, and uncaptured.
 //
 // The kernel asks the nat table about connections that conntrack does not know yet. So one is entered into conntrack, by
-// its addresses and ports, before its first segment is sent; it takes CAP_NET_ADMIN over the netns to do that. A socket
-// mark with a rule for it would let in whoever has CAP_NET_RAW, as most containers do: that suffices for SO_MARK since
-// Linux 5.17.
+// its addresses and ports and with a mark, before its first segment is sent; it takes CAP_NET_ADMIN over the netns to do
+// that. The ruleset lets a SYN with the mark out until it has been answered: the entry outlives the connection, and who
+// has the port next is not to have it. A mark of the socket would let in whoever has CAP_NET_RAW, as most containers do:
+// that suffices for SO_MARK since Linux 5.17.
 package direct
 
 import (
@@ -22,6 +23,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // exemption is how long the kernel remembers the entry, in seconds, until the first segment is sent; from then on it is
@@ -171,7 +173,8 @@ func tuple(from, to netip.AddrPort) netlink.IPTuple {
 func (f flow) enter() error {
 	return withConntrack(func(h *netlink.Handle) error {
 		err := h.ConntrackCreate(netlink.ConntrackTable, f.family(), &netlink.ConntrackFlow{
-			FamilyType: uint8(f.family()), Forward: tuple(f.src, f.dst), Reverse: tuple(f.dst, f.src), TimeOut: exemption,
+			FamilyType: uint8(f.family()), Forward: tuple(f.src, f.dst), Reverse: tuple(f.dst, f.src),
+			Mark: ruleset.DirectMark, TimeOut: exemption,
 		})
 		if err != nil {
 			return fmt.Errorf("exempting it from capture: %w", err)

@@ -60,6 +60,7 @@ func Decide(c config.Config, pod Pod, interfaces []string) (attach.Decision, err
 	if err := annotate(&d, pod.Annotations); err != nil {
 		return attach.Decision{}, err
 	}
+	d.Ruleset.Direct = d.Late.Policy == attach.Direct && d.Late.Timeout > 0
 	return d, nil
 }
 

@@ -46,6 +46,7 @@ var goldenCases = []struct {
 		r.InboundPorts = []PortRange{{80, 80}, {8000, 8999}}
 		r.ExcludeSources = cidrs("10.0.0.1/32", "192.0.2.0/24", "fd00::1/128")
 	}},
+	{name: "direct", change: func(r *Ruleset) { r.Direct, r.IncludePorts = true, []PortRange{{80, 80}, {443, 443}} }},
 	{name: "no-syn-gate", change: func(*Ruleset) {}, noSYNGate: true},
 }
 

@@ -255,6 +255,9 @@ func appendRule(f Family, chain string, m match, t target) string {
 	if m.dnat {
 		add("-m", "conntrack", "--ctstate", "DNAT")
 	}
+	if m.direct {
+		add("-m", "conntrack", "--ctstate", "NEW", "-m", "connmark", "--mark", fmt.Sprintf("0x%x", DirectMark))
+	}
 	if m.socket {
 		add("-m", "socket", "--nowildcard") // listeners bound to any address count too
 	}

@@ -243,6 +243,10 @@ func nftMatch(f Family, m match) []expr.Any {
 		const ipsDstNAT = 1 << 5 // IPS_DST_NAT, linux/netfilter/nf_conntrack_common.h
 		add(nftBit(expr.CtKeySTATUS, ipsDstNAT)...)
 	}
+	if m.direct {
+		add(nftBit(expr.CtKeySTATE, expr.CtStateBitNEW)...)
+		add(&expr.Ct{Key: expr.CtKeyMARK, Register: reg}, equal(binaryutil.NativeEndian.PutUint32(DirectMark)))
+	}
 	if m.socket {
 		// Any answer will do: without a socket the rule does not match. Not `transparent`, which
 		// would also answer for a socket in TIME_WAIT that no listener stands behind.

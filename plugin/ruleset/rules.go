@@ -48,6 +48,7 @@ type match struct {
 	syn      bool // the first segment of a connection
 	invalid  bool // conntrack can make nothing of it
 	dnat     bool // conntrack rewrote the destination: it was redirected
+	direct   bool // entered into conntrack with DirectMark, and not answered yet
 	socket   bool // a socket in this netns would take it
 }
 
@@ -203,7 +204,7 @@ func (r Ruleset) outbound(f Family) chain {
 // captureNAT redirects what begins with a SYN. Of a connection that was open before there were rules, conntrack
 // takes the next segment for the first (nf_conntrack_tcp_loose); redirected, it would be answered with a reset.
 func (r Ruleset) captureNAT() chain {
-	return r.capture(nil, targetOutbound, match{syn: true}, "captured")
+	return r.capture(nil, rule{match{syn: true}, targetOutbound, "captured"})
 }
 
 func (r Ruleset) captureFilter() chain {
@@ -214,22 +215,31 @@ func (r Ruleset) captureFilter() chain {
 			"QUIC: refused, so that clients take TCP at once",
 		})
 	}
-	return r.capture(first, targetDrop, match{invalid: true}, "conntrack calls it INVALID: it would skip nat and leak")
+	if r.Direct {
+		first = append(first, rule{match{proto: "tcp", syn: true, direct: true}, targetReturn, "sluiced lets it go direct"})
+	}
+	first = append(first, rule{match{proto: "tcp", syn: true, dnat: true}, targetReturn, "redirected, on its way to the gate"})
+	return r.capture(first,
+		rule{match{syn: true}, targetDrop, "not redirected, as to conntrack it belongs to who had the port before: it would leak"},
+		rule{match{invalid: true}, targetDrop, "conntrack calls it INVALID: it would skip nat and leak"},
+	)
 }
 
-// capture does act to the TCP that the port lists capture and that also matches m.
-func (r Ruleset) capture(first []rule, act target, m match, why string) chain {
+// capture does what acts say to the TCP that the port lists capture and that also matches them.
+func (r Ruleset) capture(first []rule, acts ...rule) chain {
 	c := chain{name: chainCapture, rules: first}
-	m.proto = "tcp"
 	for _, p := range r.ExcludePorts {
 		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "excluded port"})
 	}
-	if len(r.IncludePorts) == 0 {
-		c.rules = append(c.rules, rule{m, act, why})
+	ports := r.IncludePorts
+	if len(ports) == 0 {
+		ports = []PortRange{{}} // does not limit
 	}
-	for _, p := range r.IncludePorts {
-		m.dports = p
-		c.rules = append(c.rules, rule{m, act, why})
+	for _, p := range ports {
+		for _, act := range acts {
+			act.match.proto, act.match.dports = "tcp", p
+			c.rules = append(c.rules, act)
+		}
 	}
 	return c
 }

@@ -8,7 +8,7 @@
 //	nat     PREROUTING ─▶ SLUICE_PREROUTING ─┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: REDIRECT to 15001
 //	                           └▶ inbound ports: REDIRECT to 15006
 //	filter  OUTPUT ─────▶ SLUICE_OUTPUT ─────┐
-//	filter  FORWARD ────▶ SLUICE_FORWARD ────┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: no INVALID TCP, no QUIC
+//	filter  FORWARD ────▶ SLUICE_FORWARD ────┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: nothing that nat has not redirected, no QUIC
 //	mangle  INPUT ──────▶ SLUICE_INPUT: the guard and the SYN gate of ports 15001 and 15006
 //
 // SLUICE_OUTPUT, SLUICE_PREROUTING and SLUICE_FORWARD let go what is not outbound, SLUICE_OUTBOUND what
@@ -35,6 +35,10 @@ const (
 	InboundPort  = 15006
 )
 
+// DirectMark is the conntrack mark, not that of a packet, of connections that sluiced lets go direct. It takes
+// CAP_NET_ADMIN to set one.
+const DirectMark = 0x3a99
+
 // QUICPort is the UDP port that HTTP/3 uses (RFC 9114, section 3.1.2 leaves others to Alt-Svc).
 const QUICPort = 443
 
@@ -60,6 +64,8 @@ type Ruleset struct {
 	// ExcludeSources are where connections to InboundPorts may come from without being captured: the
 	// addresses of the node, whose kubelet probes the pod, and of the proxy, which connects to it in the end.
 	ExcludeSources []netip.Prefix `json:"excludeSources,omitempty"`
+	// Direct lets out what sluiced has entered into conntrack with DirectMark.
+	Direct bool `json:"direct,omitempty"`
 	// RejectQUIC answers captured UDP 443 with port-unreachable, so that clients take TCP at once.
 	RejectQUIC bool `json:"rejectQUIC"`
 }
