@@ -80,6 +80,9 @@ type daemon struct {
 // run runs every part of the daemon until ctx ends or one of them fails.
 func (d daemon) run(ctx context.Context) error {
 	conf, log := d.conf, d.log
+	if conf.Late.Policy == attach.Direct && conf.Late.Timeout == 0 {
+		log.Warn("late.policy is direct, and late.timeout is 0s: connections wait without limit, and none goes direct")
+	}
 	var node *kube.Node // nil unless the API server is asked
 	var parts []func(context.Context) error
 	var ready []func() error
@@ -134,7 +137,7 @@ func (d daemon) run(ctx context.Context) error {
 	}
 	group.Go(func() error { return a.Serve(serving, socket) })
 	if conf.MetricsAddress != "" {
-		group.Go(func() error { return serveMetrics(serving, conf.MetricsAddress, agentMetrics(a)) })
+		group.Go(func() error { return serveMetrics(serving, conf.MetricsAddress, agentMetrics(a), log) })
 	}
 	group.Go(func() error { return up.run(ctx) })
 	group.Go(func() error { return serveProxies(serving, hub, conf.ProxySocket, a) })
@@ -196,8 +199,8 @@ type handedOut struct {
 }
 
 // Direct implements agent.Acceptor.
-func (h handedOut) Direct(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn) {
-	h.direct.Direct(ctx, g, l, conn)
+func (h handedOut) Direct(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, went func(error)) {
+	h.direct.Direct(ctx, g, l, conn, went)
 }
 
 // newHub makes the place where proxies come for sockets. It is there where sluiced relays too, for proxies that have
@@ -235,7 +238,7 @@ var errEnded = errors.New("the agent has ended")
 
 // begin takes the gates over from the daemon before this one, brings up what was captured, and listens on the agent
 // socket. Before the first call is answered, every gate is served again.
-func begin(ctx context.Context, a *agent.Agent, path string) (*unixsock.Listener, error) {
+func begin(ctx context.Context, a *agent.Agent, path string) (net.Listener, error) {
 	taken, err := a.TakeOver(path)
 	if err != nil {
 		return nil, err
@@ -244,7 +247,7 @@ func begin(ctx context.Context, a *agent.Agent, path string) (*unixsock.Listener
 	if err := taken(); err != nil {
 		return nil, fmt.Errorf("taking over from the sluiced before this one: %w", err)
 	}
-	return agent.Listen(path)
+	return a.Listen(path)
 }
 
 func agentMetrics(a *agent.Agent) *prometheus.Registry {
@@ -253,15 +256,23 @@ func agentMetrics(a *agent.Agent) *prometheus.Registry {
 	return r
 }
 
-// takeoverTime is how long a daemon that has handed over may take to leave its port.
+// takeoverTime is how long a daemon that has handed over takes to leave its port, at most. One that hangs does not, and
+// capture is not to depend on that.
 const takeoverTime = 5 * time.Second
 
-func serveMetrics(ctx context.Context, address string, from prometheus.Gatherer) error {
+func serveMetrics(ctx context.Context, address string, from prometheus.Gatherer, log *slog.Logger) error {
 	l, err := net.Listen("tcp", address)
-	for deadline := time.Now().Add(takeoverTime); errors.Is(err, unix.EADDRINUSE) && time.Now().Before(deadline) && ctx.Err() == nil; {
-		time.Sleep(50 * time.Millisecond) // the daemon before this one is about to leave it
+	said := time.AfterFunc(takeoverTime, func() { log.Error("metrics are not served: the port is in use; trying on", "metricsAddress", address) })
+	defer said.Stop()
+	for errors.Is(err, unix.EADDRINUSE) {
+		select {
+		case <-time.After(50 * time.Millisecond):
+		case <-ctx.Done():
+			return nil
+		}
 		l, err = net.Listen("tcp", address)
 	}
+	said.Stop()
 	if err != nil {
 		return fmt.Errorf("metricsAddress: %w", err)
 	}

@@ -170,6 +170,7 @@ func TestDaemonHangs(t *testing.T) {
 		t.Run(protocol, func(t *testing.T) {
 			t.Parallel()
 			n, start := newNodeFor(t, protocol)
+			n.Config["metricsAddress"] = "127.0.0.1:15090"
 			echoWorld(n)
 			start()
 			d := n.StartDaemon()
@@ -193,7 +194,7 @@ func TestDaemonHangs(t *testing.T) {
 			netns.Eventually(t, "every pod is as it should be", func() bool {
 				return len(next.Of(pods[0]).Notes)+len(next.Of(pods[1]).Notes) == 0
 			})
-			if evicted := strings.Contains(next.Log(), "ending the listeners of a sluiced that hangs"); evicted != (protocol == "connect") {
+			if evicted := strings.Contains(next.Log(), "ended the listeners of another process"); evicted != (protocol == "connect") {
 				t.Errorf("listeners were ended: %t", evicted)
 			}
 			d.Signal(syscall.SIGCONT)
@@ -209,6 +210,35 @@ func TestDaemonHangs(t *testing.T) {
 			}
 			netns.Eventually(t, "it ends with the last of its connections", d.Ended)
 			allWell(t, clients(patience(t), 20, random(1<<10), pods[0].Host, pods[1].Host), 40)
+			netns.Eventually(t, "the metrics are served, now that their port is free", func() bool {
+				_, err := get(patience(t), client(n.Host), "http://127.0.0.1:15090/metrics")
+				return err == nil
+			})
 		})
 	}
+}
+
+// TestDaemonHangsAndTheNextIsKilled: the one after that, which finds nobody at the socket, has the listeners all the same.
+func TestDaemonHangsAndTheNextIsKilled(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	echoWorld(n)
+	startConnectProxy(n)
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	d.Kill()
+	var hung net.Listener // what is left of one that hangs, and that nobody remembers
+	err := pod.Do(func() (err error) {
+		var c net.ListenConfig
+		c.SetMultipathTCP(false) // its listeners are plain ones
+		hung, err = c.Listen(t.Context(), "tcp", "[::]:15001")
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer hung.Close() //nolint:errcheck // it has been ended
+	d = n.StartDaemon()
+	netns.Eventually(t, "the pod is as it should be", func() bool { return len(d.Of(pod).Notes) == 0 })
+	allWell(t, clients(patience(t), 4, random(100), pod.Host), 4)
 }

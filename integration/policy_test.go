@@ -37,7 +37,9 @@ func TestQueueTimeout(t *testing.T) {
 					t.Errorf("got %v, want a reset", err)
 				}
 			}
-			netns.Eventually(t, "the log says so", func() bool { return strings.Contains(d.Log(), "connections reset: they have waited too long") })
+			netns.Eventually(t, "the log says so", func() bool {
+				return strings.Contains(d.Log(), "connections were reset: they had waited for the upstream")
+			})
 			start()
 			allWell(t, served, 10)
 			allWell(t, clients(patience(t), 10, random(200), hasty.Host), 10)

@@ -30,6 +30,11 @@ const (
 	reconsiderInterval = 10 * time.Second
 )
 
+// evictAfter is how long somebody may go on to hold the capture port of a pod that was captured before, if it is not known
+// who: a proxy, which is about to return it; a daemon that has hung for longer than the one before this one lived; a
+// process in the pod.
+const evictAfter = 10 * time.Second
+
 // Upstream tells whether what accepts is there.
 type Upstream interface {
 	Status() attach.UpstreamStatus
@@ -43,11 +48,13 @@ type Acceptor interface {
 	Serve(ctx, accepting context.Context, g *gate.Gate)
 	// Waiting is how many connections were accepted and wait for the upstream.
 	Waiting() int
-	// Expire resets those of them that have waited for longer than that, or has them go direct, and tells how many.
-	Expire(waited time.Duration, direct bool) int
+	// Expire ends the wait of those of them that have waited for the upstream for longer than that, and tells how many. They
+	// are reset, or, if direct is not nil, go direct.
+	Expire(waited time.Duration, direct func(error)) int
 	// Direct takes a connection that somebody else has accepted at l to its original destination, without the
-	// upstream. It returns when that has ended; the end of ctx ends it.
-	Direct(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn)
+	// upstream. went is called once, when it is on its way or with the reason why not. Direct returns when the connection
+	// has ended; the end of ctx ends it.
+	Direct(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, went func(error))
 	// Counts are those that do not wait any more. They may take milliseconds to find.
 	Counts() gate.Counts
 }
@@ -74,7 +81,8 @@ type Agent struct {
 	// holds it for reading.
 	handing   sync.RWMutex
 	retired   chan struct{}                 // closed when another daemon has taken over
-	hung      time.Time                     // when the daemon before this one was found to hang, if it does
+	socket    *unixsock.Listener            // nil until Listen
+	evictFrom time.Time                     // from when on others that hold a capture port are taken for dead
 	inherited map[attach.NetnsID][]*os.File // listeners that were handed over, or back
 
 	mu      sync.Mutex // guards the maps, and what is in a netns; held for moments
@@ -103,6 +111,7 @@ type netns struct {
 	trouble     string                  // why it is not as its record says
 	policy      attach.Late             // what becomes of its connections while the upstream is late
 	late        lateness                // for who holds changing
+	direct      directs
 }
 
 // New makes an agent without attachments. accept makes the acceptor for one pod, by its netns and its addresses.
@@ -111,6 +120,7 @@ func New(source Source, store attach.Store, up Upstream, accept func(attach.Netn
 		source: source, store: store, upstream: up, accept: accept, log: log,
 		netns: map[attach.NetnsID]*netns{}, byID: map[attach.ID]*netns{}, told: map[string]string{},
 		retired: make(chan struct{}), inherited: map[attach.NetnsID][]*os.File{},
+		evictFrom: time.Now().Add(evictAfter),
 	}
 }
 
@@ -305,11 +315,9 @@ func (a *Agent) forget(id attach.ID) *attach.Record {
 
 // open opens the gate of n as far as r needs it, and starts to serve it; what is open stays.
 func (a *Agent) open(n *netns, at attach.Attachment, r ruleset.Ruleset) error {
-	var inbound []netip.Addr
-	if len(r.InboundPorts) > 0 {
-		if inbound = a.addresses(n, at); len(inbound) == 0 {
-			return errors.New("its addresses are not known, so nothing can listen at them for what it is sent")
-		}
+	inbound := a.inbound(n, at, r)
+	if len(inbound) == 0 && len(r.InboundPorts) > 0 {
+		return errors.New("its addresses are not known, so nothing can listen at them for what it is sent")
 	}
 	g, err := n.gate, error(nil)
 	if g == nil {
@@ -337,6 +345,14 @@ func (a *Agent) open(n *netns, at attach.Attachment, r ruleset.Ruleset) error {
 		n.acceptor = a.accept(n.id, at.Pod, at.IPs)
 	}
 	return a.serve(n, wide)
+}
+
+// inbound are the addresses at which the gate of n listens for r.
+func (a *Agent) inbound(n *netns, at attach.Attachment, r ruleset.Ruleset) []netip.Addr {
+	if len(r.InboundPorts) == 0 {
+		return nil
+	}
+	return a.addresses(n, at)
 }
 
 // newGate takes the listeners that were handed over for a netns, or opens new ones.

@@ -12,6 +12,8 @@ import (
 	"os"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -55,16 +57,26 @@ func (a *Agent) isRetired() bool {
 // Retired is closed when another daemon has taken over.
 func (a *Agent) Retired() <-chan struct{} { return a.retired }
 
-// drained waits for what is relayed to end, but no longer than d.
+// drained waits for what is relayed to end, but no longer than d. What of it waits for the upstream still does not do so
+// for longer than it may.
 func (a *Agent) drained(d time.Duration) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		a.serving.Wait()
 	}()
-	select {
-	case <-done:
-	case <-time.After(d):
+	look := time.NewTicker(reconcileInterval)
+	defer look.Stop()
+	enough := time.After(d)
+	for {
+		select {
+		case now := <-look.C:
+			a.attend(now)
+		case <-done:
+			return
+		case <-enough:
+			return
+		}
 	}
 }
 
@@ -94,9 +106,12 @@ func (a *Agent) retire() {
 	close(a.retired)
 }
 
-// replaced is for when another daemon serves the agent socket, and has not asked for the gates: this one has hung for so
+// yield retires if another daemon serves the agent socket by now, and has not asked for the gates: this one has hung for so
 // long that it was given up.
-func (a *Agent) replaced() {
+func (a *Agent) yield() {
+	if a.socket == nil || !a.socket.Replaced() {
+		return
+	}
 	a.handing.Lock()
 	defer a.handing.Unlock()
 	if !a.isRetired() {
@@ -179,6 +194,10 @@ func (a *Agent) TakeOver(socket string) (taken func() error, err error) {
 	defer cancel()
 	var d net.Dialer
 	c, err := d.DialContext(ctx, "unix", socket)
+	if errors.Is(err, unix.EAGAIN) { // so many have asked it already
+		a.giveUp(err)
+		return nothing, nil
+	}
 	if err != nil {
 		return nothing, nil // nobody is there
 	}
@@ -189,11 +208,16 @@ func (a *Agent) TakeOver(socket string) (taken func() error, err error) {
 	}
 	_ = conn.Close() // nothing more to say
 	if errors.Is(err, os.ErrDeadlineExceeded) {
-		a.log.Warn("the sluiced before this one hangs; going on without it", "err", err)
-		a.hung = time.Now()
+		a.giveUp(err)
 		return nothing, nil
 	}
 	return nil, fmt.Errorf("another sluiced serves the agent socket %s, and does not hand over: %w", socket, err)
+}
+
+// giveUp goes on without the daemon before this one.
+func (a *Agent) giveUp(err error) {
+	a.log.Warn("the sluiced before this one hangs; going on without it", "err", err)
+	a.evictFrom = time.Now().Add(a.Returning)
 }
 
 func (a *Agent) takeOver(ctx context.Context, conn *net.UnixConn) (taken func() error, err error) {

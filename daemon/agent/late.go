@@ -2,10 +2,13 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
+	"sync"
 	"time"
 
+	"github.com/sluice-cni/sluice/daemon/direct"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -31,6 +34,7 @@ func (a *Agent) attend(now time.Time) {
 		if !n.changing.TryLock() {
 			continue // somebody is at it, perhaps for seconds
 		}
+		a.tellDirect(n)
 		if !late {
 			n.late = lateness{}
 		} else {
@@ -63,7 +67,7 @@ func (a *Agent) tellLate(n *netns, t traffic, now time.Time, up attach.UpstreamS
 
 // tellOnce makes an event for the pods of n, once for each time that the upstream is late.
 func (a *Agent) tellOnce(n *netns, reason, message string) {
-	if n.late.told[reason] {
+	if n.late.told[reason] || a.isRetired() { // who has retired speaks to the API server no more
 		return
 	}
 	if n.late.told == nil {
@@ -75,28 +79,73 @@ func (a *Agent) tellOnce(n *netns, reason, message string) {
 	}
 }
 
-// expire ends the patience of what has waited for longer than the timeout, at its gate and for an answer. What goes direct
-// then does so until ctx ends.
+// expire ends the wait of what has waited for longer than the timeout, at its gate and for an answer. What goes direct does
+// so until ctx ends.
 func (a *Agent) expire(ctx context.Context, n *netns, t traffic, policy attach.Late, now time.Time, up attach.UpstreamStatus) {
-	direct := policy.Policy == attach.Direct
+	var direct func(error)
 	then := func(_ *gate.Listener, conn *net.TCPConn) { gate.Reset(conn) }
-	counter, reason, what := &a.expired, reasonExpired, "were reset"
-	if direct {
+	if policy.Policy == attach.Direct {
+		direct = n.direct.went
 		then = func(l *gate.Listener, conn *net.TCPConn) {
-			a.serving.Go(func() { t.acceptor.Direct(ctx, t.gate, l, conn) })
+			a.serving.Go(func() { t.acceptor.Direct(ctx, t.gate, l, conn, direct) })
 		}
-		counter, reason, what = &a.direct, reasonDirect, "went to their destinations WITHOUT the upstream"
 	}
 	count := t.acceptor.Expire(policy.Timeout, direct)
 	if t.gate != nil {
 		count += n.late.expireQueued(t.gate, now, policy.Timeout, then)
 	}
-	if count == 0 {
-		return
+	if count > 0 && direct == nil {
+		a.tellExpired(n, count, fmt.Sprintf("connections were reset: they had waited for the upstream %s for more than %s: %s", up.Address, policy.Timeout, up.Reason))
 	}
-	counter.Add(uint64(count))
-	a.log.Warn("connections "+what+": they have waited too long", "netns", n.id.String(), "count", count, "timeout", policy.Timeout.String())
-	a.tellOnce(n, reason, fmt.Sprintf("connections %s: they had waited for the upstream %s for more than %s: %s", what, up.Address, policy.Timeout, up.Reason))
+}
+
+func (a *Agent) tellExpired(n *netns, count int, message string) {
+	a.expired.Add(uint64(count))
+	a.log.Warn(message, "netns", n.id.String(), "count", count)
+	a.tellOnce(n, reasonExpired, message)
+}
+
+// directs is what became of the connections of a netns that were to go direct, since the last look.
+type directs struct {
+	mu     sync.Mutex
+	count  int
+	failed int // to be let out; what the destination says is no failure here
+	err    error
+}
+
+// went is told of each of them.
+func (d *directs) went(err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case err == nil:
+		d.count++
+	case errors.Is(err, direct.ErrNotExempt):
+		d.failed++
+		d.err = err
+	}
+}
+
+func (d *directs) take() (count, failed int, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	count, failed, err = d.count, d.failed, d.err
+	d.count, d.failed, d.err = 0, 0, nil
+	return count, failed, err
+}
+
+// tellDirect says loudly what has gone around the upstream.
+func (a *Agent) tellDirect(n *netns) {
+	count, failed, err := n.direct.take()
+	if count > 0 {
+		const message = "connections went to their destinations WITHOUT the upstream: they had waited for it for too long"
+		a.direct.Add(uint64(count))
+		a.log.Warn(message, "netns", n.id.String(), "count", count)
+		a.tellOnce(n, reasonDirect, message)
+	}
+	if failed > 0 {
+		a.tellExpired(n, failed, fmt.Sprintf("connections were reset: they had waited for the upstream for too long, and could not go direct: %s", err))
+	}
 }
 
 // expireQueued does then to connections at the head of the accept queues. Nobody else takes any while the upstream is

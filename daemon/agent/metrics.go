@@ -13,7 +13,7 @@ var (
 	metricReady = prometheus.NewDesc("sluice_upstream_ready", "1 while the upstream is there, 0 while it is late.", nil, nil)
 	metricCount = prometheus.NewDesc("sluice_attachments", "Attachments by state.", []string{"state"}, nil)
 	metricWait  = prometheus.NewDesc("sluice_waiting_connections", "Captured connections that wait for the upstream.", nil, nil)
-	metricOpen  = prometheus.NewDesc("sluice_open_connections", "Captured connections that go through the upstream.", nil, nil)
+	metricOpen  = prometheus.NewDesc("sluice_open_connections", "Captured connections that are open, through the upstream or direct.", nil, nil)
 
 	metricExpired = prometheus.NewDesc("sluice_expired_connections_total", "Captured connections that were reset because they had waited too long for the upstream.", nil, nil)
 	metricDirect  = prometheus.NewDesc("sluice_direct_connections_total", "Captured connections that went to their destinations without the upstream, because they had waited too long for it.", nil, nil)

@@ -21,6 +21,7 @@ import (
 // Reconcile takes up records that are not known yet, resolves provisional ones, and drops the attachments
 // whose netns is gone.
 func (a *Agent) Reconcile(ctx context.Context) {
+	a.yield() // first: nothing is to be taken from the other
 	a.handing.RLock()
 	defer a.handing.RUnlock()
 	if a.isRetired() {
@@ -136,21 +137,24 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
 	return a.settle(ctx, n, r)
 }
 
-// reopen opens the gate of an attachment that was captured before. A daemon that hangs has its listeners still.
+// reopen opens the gate of an attachment that was captured before, in the place of whoever has held it for long enough.
 func (a *Agent) reopen(n *netns, at attach.Attachment, r ruleset.Ruleset) error {
 	err := a.open(n, at, r)
-	if !errors.Is(err, unix.EADDRINUSE) || a.hung.IsZero() || time.Since(a.hung) < a.Returning {
+	if !errors.Is(err, unix.EADDRINUSE) || time.Now().Before(a.evictFrom) {
 		return err
 	}
-	a.log.Warn("ending the listeners of a sluiced that hangs", "attachment", at.String())
-	var inbound []netip.Addr
-	if len(r.InboundPorts) > 0 {
-		inbound = a.addresses(n, at)
+	ours := n.gate
+	if ours == nil {
+		ours = &gate.Gate{}
 	}
-	if err := gate.Evict(at.Netns, inbound); err != nil {
+	if err := ours.Evict(at.Netns, a.inbound(n, at, r)); err != nil {
 		return err
 	}
-	return a.open(n, at, r)
+	if err := a.open(n, at, r); err != nil {
+		return err
+	}
+	a.log.Warn("ended the listeners of another process, of a sluiced that hangs most likely", "attachment", at.String())
+	return nil
 }
 
 // inLine tells whether r is known as it is.
@@ -289,7 +293,11 @@ func (a *Agent) Reconsider(ctx context.Context) {
 	}
 	for _, n := range a.all() {
 		for _, r := range a.records(n) {
-			a.note(r, a.again(ctx, r))
+			err := a.takeUp(ctx, r) // what has failed before
+			if err == nil {
+				err = a.again(ctx, r)
+			}
+			a.note(r, err)
 		}
 	}
 	a.enrol(ctx)

@@ -2,11 +2,15 @@ package agent
 
 import (
 	"errors"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
+	"github.com/sluice-cni/sluice/daemon/gate"
 	nstest "github.com/sluice-cni/sluice/integration/netns"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
@@ -126,6 +130,56 @@ func TestReconcileTriesAgain(t *testing.T) {
 	a.Reconcile(t.Context())
 	if s, ok := a.of(r.ID); !ok || len(s.Notes) > 0 || !listening(t, h) {
 		t.Errorf("the port is free again: got %+v, listening %t", s, listening(t, h))
+	}
+}
+
+// TestEviction: who has had the ports of a captured pod for too long loses them; what is our own already stays.
+func TestEviction(t *testing.T) {
+	// Not parallel, as above.
+	h := nstest.NewHost(t, "pod")
+	h.IP("addr", "add", "10.0.0.6/32", "dev", "lo")
+	a := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+		d, err := capture(at, interfaces)
+		d.Ruleset.InboundPorts = []ruleset.PortRange{{First: 80, Last: 80}}
+		return d, err
+	})
+	rules := ruleset.Provisional("eth0")
+	rules.InboundPorts = []ruleset.PortRange{{First: 80, Last: 80}}
+	first := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: rules, Backend: "nftables", SYNGate: true})
+	hung, err := gate.Open(h.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if hung, err = hung.Widen(h.Path(), []netip.Addr{netip.MustParseAddr("10.0.0.6")}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = hung.Close() })
+	second := first
+	second.IfName, second.IPs = "net1", []netip.Addr{netip.MustParseAddr("10.0.0.6")}
+	if err := a.store.Write(second); err != nil {
+		t.Fatal(err)
+	}
+	a.Reconcile(t.Context())
+	if s, ok := a.of(first.ID); !ok || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], "address already in use") {
+		t.Errorf("too early: got %+v, want a note", s)
+	}
+	a.evictFrom = time.Now()
+	a.Reconcile(t.Context())
+	for _, l := range hung.Listeners {
+		if _, err := l.Accept(); !errors.Is(err, syscall.EINVAL) {
+			t.Errorf("the other's listener: got %v, want %v", err, syscall.EINVAL)
+		}
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	ours := a.byID[first.ID].gate
+	if ours == nil || len(ours.Listeners) < len(hung.Listeners) {
+		t.Fatalf("got the gate %+v, want one that listens wherever the other did", ours)
+	}
+	for _, l := range ours.Listeners {
+		if _, err := l.Accept(); err != nil {
+			t.Errorf("our own listener: %v", err)
+		}
 	}
 }
 

@@ -6,31 +6,26 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/http"
-	"sync"
-	"time"
 
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 // Listen binds the agent socket, in place of one that another daemon left or has handed over. From then on the
-// plugin's calls queue until Serve.
-func Listen(path string) (*unixsock.Listener, error) {
+// plugin's calls queue until Serve. Call it before Run.
+func (a *Agent) Listen(path string) (net.Listener, error) {
 	l, err := unixsock.Listen("unix", path)
 	if err != nil {
 		return nil, fmt.Errorf("agent socket: %w", err)
 	}
+	a.socket = l
 	return l, nil
 }
 
 // Serve answers on l until ctx ends.
-func (a *Agent) Serve(ctx context.Context, l *unixsock.Listener) error {
-	ctx, cancel := context.WithCancel(ctx)
-	var watch sync.WaitGroup
-	watch.Go(func() { a.watch(ctx, l) })
-	defer watch.Wait()
-	defer cancel()
+func (a *Agent) Serve(ctx context.Context, l net.Listener) error {
 	s := &http.Server{
 		Handler:        a.handler(),
 		ReadTimeout:    attach.Timeout,
@@ -45,20 +40,6 @@ func (a *Agent) Serve(ctx context.Context, l *unixsock.Listener) error {
 		return fmt.Errorf("serving the agent socket: %w", err)
 	}
 	return nil
-}
-
-// watch looks whether l is still the socket that others find, until ctx ends.
-func (a *Agent) watch(ctx context.Context, l *unixsock.Listener) {
-	tick := time.NewTicker(time.Second)
-	defer tick.Stop()
-	for !l.Replaced() {
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return
-		}
-	}
-	a.replaced()
 }
 
 func (a *Agent) handler() http.Handler {

@@ -31,7 +31,7 @@ func socketPath(t *testing.T) string {
 // serveAt serves a on a socket until the test ends.
 func serveAt(t *testing.T, a *testAgent, path string) {
 	t.Helper()
-	l, err := Listen(path)
+	l, err := a.Listen(path)
 	if err != nil {
 		t.Fatalf("Listen: %v", err)
 	}
@@ -134,7 +134,7 @@ func TestListen(t *testing.T) {
 	t.Parallel()
 	path := socketPath(t)
 	for _, before := range []string{"nobody", "a daemon that is about to leave it"} {
-		l, err := Listen(path)
+		l, err := newAgent(t, pass).Listen(path)
 		if err != nil {
 			t.Fatalf("after %s: %v", before, err)
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"os"
@@ -74,4 +75,39 @@ func TestNothingIsLeftOfAFailure(t *testing.T) {
 // table is conntrack's.
 func table(h *netns.Host) string {
 	return h.Exec("conntrack", "-L") + h.Exec("conntrack", "-L", "-f", "ipv6")
+}
+
+// TestPortsThatConntrackKnows are not taken: who had them before has left an entry with a redirect, which a new connection
+// would follow.
+func TestPortsThatConntrackKnows(t *testing.T) {
+	t.Parallel()
+	h := netns.NewHost(t, "pod")
+	h.IP("addr", "add", "10.0.0.5/32", "dev", "lo")
+	h.Exec("iptables", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "--dport", "81", "-j", "REDIRECT", "--to-ports", "15001")
+	h.Serve(":80", func(c net.Conn) { _, _ = c.Read(make([]byte, 1)) }) // until the end of the test
+	for port, what := range map[string]string{"81": "direct", "15001": "redirected"} {
+		h.Serve(":"+port, func(c net.Conn) { fmt.Fprint(c, what) })
+	}
+	c, err := h.Dial(t.Context(), "tcp", "10.0.0.5:80")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	h.Exec("sysctl", "-qw", "net.ipv4.ip_local_port_range=2000 2003")
+	for _, port := range []string{"2000", "2001", "2002"} {
+		h.Exec("conntrack", "-I", "-p", "tcp", "-s", "10.0.0.5", "-d", "10.0.0.5", "--sport", port, "--dport", "81",
+			"--state", "TIME_WAIT", "-u", "SEEN_REPLY,ASSURED", "-t", "60", "--dst-nat", "10.0.0.5:15001")
+	}
+	dst := netip.MustParseAddrPort("10.0.0.5:81")
+	to, err := Dial(t.Context(), c.(*net.TCPConn), dst)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := io.ReadAll(to); string(got) != "direct" || err != nil {
+		t.Errorf("got %q, %v; want the destination itself", got, err)
+	}
+	_ = to.Close()
+	if _, err := Dial(t.Context(), c.(*net.TCPConn), dst); !errors.Is(err, ErrNotExempt) {
+		t.Errorf("without a port that is free to conntrack: got %v, want %v", err, ErrNotExempt)
+	}
 }

@@ -43,30 +43,42 @@ var outbound = []netip.AddrPort{
 	netip.AddrPortFrom(netip.IPv6Unspecified(), ruleset.OutboundPort),
 }
 
-// Evict ends the listeners of a gate in the netns at path that some other process has and does not give away. Connections
-// that wait in their accept queues are reset by the kernel.
-func Evict(path string, inbound []netip.Addr) error {
-	at := slices.Clone(outbound)
-	for _, a := range inbound {
-		at = append(at, netip.AddrPortFrom(a, ruleset.InboundPort))
-	}
+// Evict ends listeners in the netns at path where g, widened to the addresses, would have its own and has none: some other
+// process has them and does not give them away. Connections that wait in their accept queues are reset by the kernel.
+func (g *Gate) Evict(path string, addresses []netip.Addr) error {
 	err := ns.WithNetNSPath(path, func(ns.NetNS) error {
 		d, err := openDiag()
 		if err != nil {
 			return err
 		}
 		defer d.file.Close() //nolint:errcheck // the answers count
-		for _, a := range at {
-			if err := d.destroy(a); err != nil {
-				return fmt.Errorf("port %d of %s: %w", a.Port(), a.Addr(), err)
+		var errs []error // one may have listened for both families
+		for _, at := range g.missing(slices.Concat(outbound, inboundAt(addresses))) {
+			if err := d.destroy(at); err != nil {
+				errs = append(errs, fmt.Errorf("port %d of %s: %w", at.Port(), at.Addr(), err))
 			}
 		}
-		return nil
+		return errors.Join(errs...)
 	})
 	if err != nil {
 		return fmt.Errorf("ending listeners of another process in netns %s: %w", path, err)
 	}
 	return nil
+}
+
+func inboundAt(addresses []netip.Addr) []netip.AddrPort {
+	var all []netip.AddrPort
+	for _, a := range addresses {
+		all = append(all, netip.AddrPortFrom(a, ruleset.InboundPort))
+	}
+	return all
+}
+
+// missing are those at which g has no listener.
+func (g *Gate) missing(all []netip.AddrPort) []netip.AddrPort {
+	return slices.DeleteFunc(all, func(at netip.AddrPort) bool {
+		return slices.ContainsFunc(g.Listeners, func(l *Listener) bool { return l.at == at })
+	})
 }
 
 // Open listens for what the pod in the netns at path sends. Wildcards, because what a nested container sends is
@@ -89,13 +101,7 @@ func Open(path string) (*Gate, error) {
 // Widen listens also for what the pod in the netns at path is sent, at its addresses. It returns g if g does so already,
 // or else a gate that takes the place of g, and has its listeners.
 func (g *Gate) Widen(path string, addresses []netip.Addr) (*Gate, error) {
-	var missing []netip.AddrPort
-	for _, a := range addresses {
-		at := netip.AddrPortFrom(a, ruleset.InboundPort)
-		if !slices.ContainsFunc(g.Listeners, func(l *Listener) bool { return l.at == at }) {
-			missing = append(missing, at)
-		}
-	}
+	missing := g.missing(inboundAt(addresses))
 	if len(missing) == 0 {
 		return g, nil
 	}

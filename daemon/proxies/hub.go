@@ -117,7 +117,7 @@ func (p *Pod) end(o *offer) {
 func (p *Pod) Waiting() int { return 0 }
 
 // Expire finds none.
-func (p *Pod) Expire(time.Duration, bool) int { return 0 }
+func (p *Pod) Expire(time.Duration, func(error)) int { return 0 }
 
 // Counts asks the kernel. What connections have carried that have ended is not known.
 func (p *Pod) Counts() gate.Counts {

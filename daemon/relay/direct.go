@@ -15,23 +15,25 @@ import (
 const directTimeout = 2 * time.Minute
 
 // Direct takes a connection that was accepted at l to its original destination without the upstream, and returns when it
-// has ended; the end of ctx ends it.
-func (p *Pod) Direct(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn) {
+// has ended; the end of ctx ends it. went is told once whether it is on its way.
+func (p *Pod) Direct(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, went func(error)) {
 	src, dst, err := endpoints(conn, l.Inbound())
 	if err != nil {
 		p.relay.log.Warn("connection refused", "pod", p.name.String(), "from", src.String(), "to", dst.String(), "err", err)
 		gate.Reset(conn)
+		went(err)
 		return
 	}
-	p.direct(ctx, g, src, dst, conn)
+	p.direct(ctx, g, src, dst, conn, went)
 }
 
 // direct owns conn.
-func (p *Pod) direct(ctx context.Context, g *gate.Gate, src, dst netip.AddrPort, conn *net.TCPConn) {
+func (p *Pod) direct(ctx context.Context, g *gate.Gate, src, dst netip.AddrPort, conn *net.TCPConn, went func(error)) {
 	log := p.relay.log.With("pod", p.name.String(), "from", src.String(), "to", dst.String())
 	dialling, done := whileThere(ctx, conn)
 	to, err := direct.Dial(dialling, conn, dst)
 	done()
+	went(err)
 	if err != nil {
 		log.Info("connection reset: it could not go direct", "err", err)
 		gate.Reset(conn)

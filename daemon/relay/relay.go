@@ -60,13 +60,16 @@ type Pod struct {
 type waiting struct {
 	since  time.Time
 	expire context.CancelCauseFunc
+	// refused is for one that the upstream, though it is there, goes on answering as it should not.
+	refused bool
 }
 
-// Why a connection waits no more.
-var (
-	errExpired = errors.New("it has waited for longer than its pod's timeout")
-	errDirect  = errors.New("it has waited for longer than its pod's timeout, and goes direct")
-)
+// errExpired is why a connection waits no more, and goesDirect is too.
+var errExpired = errors.New("it has waited for longer than its pod's timeout")
+
+type goesDirect struct{ went func(error) }
+
+func (goesDirect) Error() string { return errExpired.Error() + ", and goes direct" }
 
 // For makes a pod, with its addresses, whose connections are relayed.
 func (r *Relay) For(name attach.Pod, ips []netip.Addr) *Pod {
@@ -80,34 +83,42 @@ func (p *Pod) Waiting() int {
 	return len(p.waiting)
 }
 
-// Expire resets those that have waited for longer than d, or has them go direct, and tells how many.
-func (p *Pod) Expire(d time.Duration, direct bool) (count int) {
+// Expire ends the wait of those that have waited for longer than d, and tells how many: they are reset, or go direct if
+// that is not nil, and told of. One that the upstream is at work on does not wait for the upstream.
+func (p *Pod) Expire(d time.Duration, direct func(error)) (count int) {
 	why := errExpired
-	if direct {
-		why = errDirect
+	if direct != nil {
+		why = goesDirect{direct}
 	}
+	late := p.relay.upstream.Status().Late() != nil
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for w := range p.waiting {
-		if time.Since(w.since) > d {
+		if time.Since(w.since) > d && (late || w.refused) {
 			w.expire(why)
+			delete(p.waiting, w) // it counts once
 			count++
 		}
 	}
 	return count
 }
 
-// wait is the context of a connection while it waits, until done.
-func (p *Pod) wait(ctx context.Context) (_ context.Context, done func()) {
+// wait is the context of a connection while it waits, until done. refused notes that it is.
+func (p *Pod) wait(ctx context.Context) (_ context.Context, refused, done func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	w := &waiting{time.Now(), cancel}
+	w := &waiting{since: time.Now(), expire: cancel}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.waiting == nil {
 		p.waiting = map[*waiting]struct{}{}
 	}
 	p.waiting[w] = struct{}{}
-	return ctx, func() {
+	refused = func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		w.refused = true
+	}
+	return ctx, refused, func() {
 		cancel(nil)
 		p.mu.Lock()
 		defer p.mu.Unlock()
@@ -219,8 +230,8 @@ func (p *Pod) serve(ctx context.Context, g *gate.Gate, inbound bool, conn *net.T
 	if !inbound {
 		req.Source = p.source(src)
 	}
-	waits, done := p.wait(ctx)
-	up, first, err := r.reach(waits, conn, req, slot)
+	waits, refused, done := p.wait(ctx)
+	up, first, err := r.reach(waits, conn, req, slot, refused)
 	if waits.Err() != nil {
 		err = context.Cause(waits)
 	}
@@ -229,9 +240,9 @@ func (p *Pod) serve(ctx context.Context, g *gate.Gate, inbound bool, conn *net.T
 		if up != nil {
 			_ = up.Close() // it came a moment too late
 		}
-		if errors.Is(err, errDirect) && ctx.Err() == nil {
+		if d := (goesDirect{}); errors.As(err, &d) {
 			slot.leave()
-			p.direct(ctx, g, src, dst, conn)
+			p.direct(ctx, g, src, dst, conn, d.went)
 			return
 		}
 		log.Info("connection reset", "to", dst.String(), "err", err)
@@ -276,7 +287,7 @@ func (p *Pod) source(src netip.AddrPort) netip.AddrPort {
 
 // reach asks the upstream until it answers. Not one byte has been read from conn meanwhile, so to ask again
 // is always safe.
-func (r *Relay) reach(ctx context.Context, conn *net.TCPConn, req upstream.Request, s *slot) (*net.TCPConn, []byte, error) {
+func (r *Relay) reach(ctx context.Context, conn *net.TCPConn, req upstream.Request, s *slot, refused func()) (*net.TCPConn, []byte, error) {
 	for wait := firstPause; ; wait = min(2*wait, lastPause) {
 		up, first, err := r.ask(ctx, conn, req, s)
 		switch {
@@ -291,6 +302,7 @@ func (r *Relay) reach(ctx context.Context, conn *net.TCPConn, req upstream.Reque
 		}
 		if errors.Is(err, upstream.ErrMisconfigured) {
 			wait = lastPause
+			refused()
 		}
 		if err := r.upstream.Pause(ctx, wait); err != nil {
 			return nil, nil, err

@@ -2,8 +2,10 @@ package upstream
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
+	"os"
 	"time"
 )
 
@@ -17,11 +19,23 @@ const (
 // keepProbing says whether the upstream is there by whether it serves, until ctx ends: a process that hangs still has a
 // kernel that takes its connections.
 func (u *Upstream) keepProbing(ctx context.Context) {
-	for ctx.Err() == nil {
+	for silent := 0; ctx.Err() == nil; {
 		next := u.every
-		if err := u.probe(ctx); err == nil {
+		err := u.probe(ctx)
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			silent++
+		} else {
+			silent = 0
+		}
+		switch {
+		case ctx.Err() != nil:
+		case err == nil:
 			u.came()
-		} else if ctx.Err() == nil {
+		case ours(err):
+			u.log.Warn("cannot probe the upstream", "upstream", u.name, "err", err)
+		case silent == 1:
+			next = 0 // time has passed for the upstream alone, if it was not for sluiced, stopped with all of its node
+		default:
 			u.went(err)
 			next = min(next, probeAgain)
 		}
@@ -34,6 +48,7 @@ func (u *Upstream) keepProbing(ctx context.Context) {
 }
 
 // probe asks the upstream for a listener that is there for it alone, at the address from which the upstream is reached.
+// Whatever it answers, it serves.
 func (u *Upstream) probe(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
@@ -51,8 +66,9 @@ func (u *Upstream) probe(ctx context.Context) error {
 	defer l.Close() //nolint:errcheck // nobody is accepted
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	if _, err := u.ask(conn, Request{Destination: l.Addr().(*net.TCPAddr).AddrPort()}); err != nil {
-		return fmt.Errorf("it takes connections, and fails a probe: %w", err)
+	_, err = u.ask(conn, Request{Destination: l.Addr().(*net.TCPAddr).AddrPort()})
+	if err == nil || errors.Is(err, ErrUnreachable) || errors.Is(err, ErrMisconfigured) {
+		return nil
 	}
-	return nil
+	return fmt.Errorf("it takes connections, and fails a probe: %w", err)
 }

@@ -196,7 +196,7 @@ func TestMisconfiguredIsSaidWhileItLasts(t *testing.T) {
 func TestProbe(t *testing.T) {
 	t.Parallel()
 	var answer atomic.Value
-	answer.Store("HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
+	answer.Store("")
 	var asked atomic.Value
 	c := config.Upstream{Address: freeAddress(), Protocol: config.Connect, ProbeInterval: 10 * time.Millisecond}
 	u := New(c, nil, slog.New(slog.DiscardHandler))
@@ -213,11 +213,12 @@ func TestProbe(t *testing.T) {
 		answer, reason string
 		ready          bool
 	}{
-		{"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", "fails a probe: upstream is not configured for sluice", false},
+		{"", "fails a probe: upstream is late", false},
 		{"HTTP/1.1 200 OK\r\n\r\n", "", true},
 		{"", "fails a probe: upstream is late", false},
 		{"HTTP/1.1 200 OK\r\n\r\n", "", true},
-		{"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", "fails a probe: upstream cannot reach the destination", false},
+		{"HTTP/1.1 503 Service Unavailable\r\n\r\n", "fails a probe: upstream is late: 503", false},
+		{"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", "", true},
 	} {
 		answer.Store(step.answer)
 		eventually(t, "the answer to a probe counts: "+step.answer, func() bool {

@@ -88,12 +88,26 @@ func (u *Upstream) Run(ctx context.Context) error {
 				continue
 			}
 			// Ended by a proxy that ended, or that ends idle connections: the next dial tells.
+		case ctx.Err() == nil && ours(err):
+			u.log.Warn("cannot look for the upstream", "upstream", u.name, "err", err)
+			next = next.Add(time.Second)
 		case ctx.Err() == nil:
 			u.went(err)
 		}
 		sleep(ctx, time.Until(next))
 	}
 	return nil
+}
+
+// ours tells errors that are a want of something here, and no word of the upstream: what waits is not to be told that it is
+// late.
+func ours(err error) bool {
+	for _, errno := range []error{unix.EMFILE, unix.ENFILE, unix.ENOBUFS, unix.ENOMEM, unix.EADDRNOTAVAIL} {
+		if errors.Is(err, errno) {
+			return true
+		}
+	}
+	return false
 }
 
 // listens is for an upstream whose kernel, at least, answers.

@@ -192,11 +192,11 @@ class Session:
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.setblocking(False)
-            bound = os.stat(self.path).st_ino
+            bound = self._socket()
             await loop.sock_connect(sock, self.path)
-            await self._greet(sock)
+            await self._unless_replaced(self._greet(sock), bound)
             while True:
-                message, fds = await self._hear(sock, bound)
+                message, fds = await self._unless_replaced(receive(sock), bound)
                 sockets = [socket.socket(fileno=fd) for fd in fds]
                 try:
                     answer = self._obey(message, sockets)
@@ -207,13 +207,25 @@ class Session:
                 if answer:
                     await send(sock, answer)
 
-    async def _hear(self, sock: socket.socket, bound: int) -> tuple[dict, list[int]]:
-        while True:
-            try:
-                return await asyncio.wait_for(receive(sock), SILENCE)
-            except asyncio.TimeoutError:
-                if os.stat(self.path).st_ino != bound:
+    def _socket(self) -> Optional[tuple]:
+        """Which socket is at the path now."""
+        try:
+            at = os.stat(self.path)
+        except OSError:
+            return None
+        return at.st_dev, at.st_ino
+
+    async def _unless_replaced(self, what: Awaitable, bound: Optional[tuple]) -> Any:
+        """Waits for sluiced for as long as no other has taken its place."""
+        task = asyncio.ensure_future(what)
+        try:
+            while not (await asyncio.wait([task], timeout=SILENCE))[0]:
+                if self._socket() not in (None, bound):
                     raise EOFError("sluiced hangs, and another has taken its place")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # it lets go of the socket before that is closed
 
     async def _greet(self, sock: socket.socket) -> None:
         held = list(self.listeners.held.items())
