@@ -135,6 +135,9 @@ func (d daemon) run(ctx context.Context) error {
 	for _, part := range parts {
 		group.Go(func() error { return part(serving) })
 	}
+	if node != nil {
+		group.Go(func() error { return node.KeepTaint(serving, conf.TaintAfter, a.Summary) })
+	}
 	group.Go(func() error { return a.Serve(serving, socket) })
 	if conf.MetricsAddress != "" {
 		group.Go(func() error { return serveMetrics(serving, conf.MetricsAddress, agentMetrics(a), log) })

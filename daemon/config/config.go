@@ -26,6 +26,8 @@ type Config struct {
 	Upstream Upstream
 	Capture  Capture
 	Late     attach.Late
+	// TaintAfter is how long the upstream is late before the node gets its taint back; 0 for never.
+	TaintAfter time.Duration
 	// AgentSocket is where the plugin and `sluiced status` find the daemon.
 	AgentSocket string
 	// ProxySocket is where proxies find it that take the listeners of pods (protocol sockets): proxy.sock beside the
@@ -168,6 +170,7 @@ func (c *Config) complete() error {
 		{comes && u.ProbeInterval != 0, fmt.Sprintf("upstream.probeInterval: %s: proxies that come for sockets are asked every second as it is", u.ProbeInterval)},
 		{u.Address != "" && u.Port != 0, "upstream.port: the address has one"},
 		{(pods || service) && c.Capture.Source != Kubernetes, fmt.Sprintf("capture.source: %q knows no pods and services", c.Capture.Source)},
+		{c.TaintAfter != 0 && c.Capture.Source != Kubernetes, fmt.Sprintf("late.taintAfter: %s, but capture.source %q knows no node to taint", c.TaintAfter, c.Capture.Source)},
 	} {
 		if rule.broken {
 			return errors.New(rule.says)
@@ -198,12 +201,13 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 			_, err := oneOf([]string{"reject", "allow"})(s)
 			return s == "reject", err
 		}),
-		"late.policy":    text(&c.Late.Policy, LatePolicy),
-		"late.timeout":   text(&c.Late.Timeout, Timeout),
-		"agentSocket":    text(&c.AgentSocket, absolute),
-		"proxySocket":    text(&c.ProxySocket, absolute),
-		"stateDir":       text(&c.StateDir, absolute),
-		"metricsAddress": text(&c.MetricsAddress, optional(hostPort)),
+		"late.policy":     text(&c.Late.Policy, LatePolicy),
+		"late.timeout":    text(&c.Late.Timeout, Timeout),
+		"late.taintAfter": text(&c.TaintAfter, Timeout),
+		"agentSocket":     text(&c.AgentSocket, absolute),
+		"proxySocket":     text(&c.ProxySocket, absolute),
+		"stateDir":        text(&c.StateDir, absolute),
+		"metricsAddress":  text(&c.MetricsAddress, optional(hostPort)),
 	}
 }
 

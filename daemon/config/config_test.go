@@ -105,6 +105,11 @@ capture: {source: kubernetes}
 			func(c *Config) { c.Upstream = Upstream{Protocol: Sockets} },
 		},
 		{
+			"a taint that comes back", "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: kubernetes}\nlate: {taintAfter: 5m}\n",
+			func(c *Config) { c.Capture.Source, c.TaintAfter = Kubernetes, 5*time.Minute },
+		},
+		{"a taint that does not", minimal + "late: {taintAfter: 0s}\n", func(*Config) {}},
+		{
 			"and what they are", "upstream: {protocol: sockets, podSelector: {namespace: p, matchLabels: {a: b}}}\ncapture: {source: kubernetes}\n",
 			func(c *Config) {
 				c.Upstream = Upstream{Protocol: Sockets, Pods: Selector{Namespace: "p", Labels: map[string]string{"a": "b"}}}
@@ -147,7 +152,7 @@ func TestParseErrors(t *testing.T) {
 		{upstream + upstream + source, `"upstream" already set in map`},
 		{upstream + "capture: all\n", `capture: "all" is not a mapping of keys`},
 		{minimal + "metrics: x\n", `metrics: unknown key, with value "x"; known are agentSocket, capture, late, metricsAddress, proxySocket, stateDir, upstream`},
-		{minimal + "late: {polcy: queue}\n", `late.polcy: unknown key, with value "queue"; known are policy, timeout`},
+		{minimal + "late: {polcy: queue}\n", `late.polcy: unknown key, with value "queue"; known are policy, taintAfter, timeout`},
 		{minimal + "upstream.address: x\n", `upstream.address: unknown key`},
 		{minimal + "Late: {}\n", `Late: unknown key`},
 
@@ -198,6 +203,9 @@ func TestParseErrors(t *testing.T) {
 		{minimal + "late: {policy: wait}\n", `late.policy: "wait" is not one of [queue hold direct]`},
 		{minimal + "late: {timeout: forever}\n", `late.timeout: "forever" is not a duration`},
 		{minimal + "late: {timeout: -1s}\n", `late.timeout: "-1s" is not a duration`},
+		{pods(`address: 'a:1'`) + "late: {taintAfter: 5}\n", `late.taintAfter: "5" is not a duration`},
+		{pods(`address: 'a:1'`) + "late: {taintAfter: -1s}\n", `late.taintAfter: "-1s" is not a duration`},
+		{minimal + "late: {taintAfter: 5m}\n", `late.taintAfter: 5m0s, but capture.source "all" knows no node`},
 		{minimal + "agentSocket: agent.sock\n", `agentSocket: "agent.sock" is not an absolute path`},
 		{minimal + "stateDir: ''\n", `stateDir: "" is not an absolute path`},
 		{minimal + "metricsAddress: 9090\n", `metricsAddress: "9090" is not host:port`},

@@ -1,5 +1,5 @@
-// Package kube is what the API server says about one node: its pods, their namespaces, and the upstream among
-// them. It watches; it asks only for what the watches have not shown yet.
+// Package kube is what the API server says about one node: its pods, their namespaces, the upstream among them, and
+// whether the node takes pods. It watches; it asks only for what the watches have not shown yet.
 package kube
 
 import (
@@ -46,6 +46,7 @@ type Node struct {
 	pods       listers.PodLister
 	namespaces listers.NamespaceLister
 	services   listers.ServiceLister // the upstream's alone
+	nodes      listers.NodeLister    // this one alone
 
 	broadcaster record.EventBroadcaster
 	events      record.EventRecorder
@@ -54,6 +55,8 @@ type Node struct {
 // New makes the view of a node. It knows nothing until Run.
 func New(client kubernetes.Interface, node string, up config.Upstream, log *slog.Logger) (*Node, error) {
 	n := &Node{name: node, client: client, upstream: up, log: log, changed: make(chan struct{}, 1)}
+	// Of the node itself nobody is told, and nobody waits for it: capture does not need it.
+	n.nodes = n.watch(metav1.NamespaceAll, "metadata.name", node).Nodes().Lister()
 	pods := n.watch(metav1.NamespaceAll, "spec.nodeName", node).Pods()
 	namespaces := n.watch(metav1.NamespaceAll, "", "").Namespaces()
 	n.pods, n.namespaces = pods.Lister(), namespaces.Lister()
@@ -93,6 +96,12 @@ func (n *Node) watch(namespace, field, value string) core.Interface {
 
 // strip drops what nobody here reads, and what may be large.
 func strip(o any) (any, error) {
+	if node, ok := o.(*corev1.Node); ok {
+		return &corev1.Node{
+			ObjectMeta: metav1.ObjectMeta{Name: node.Name, UID: node.UID, ResourceVersion: node.ResourceVersion},
+			Spec:       corev1.NodeSpec{Taints: node.Spec.Taints},
+		}, nil
+	}
 	if m, err := meta.Accessor(o); err == nil {
 		m.SetManagedFields(nil)
 	}

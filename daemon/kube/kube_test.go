@@ -61,6 +61,9 @@ func newNode(t *testing.T, up config.Upstream, objects ...runtime.Object) (*Node
 		}
 	})
 	nstest.Eventually(t, "the caches are in sync", n.Synced)
+	for _, f := range n.factories { // the one that nobody else waits for too: reactors may only come when all have listed
+		f.WaitForCacheSync(ctx.Done())
+	}
 	return n, client
 }
 

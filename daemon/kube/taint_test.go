@@ -1,0 +1,242 @@
+package kube
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	listers "k8s.io/client-go/listers/core/v1"
+	k8stesting "k8s.io/client-go/testing"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/record"
+
+	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+var (
+	notReady = corev1.Taint{Key: Taint, Effect: corev1.TaintEffectNoSchedule}
+	// Those of others have all that a taint can have.
+	others = []corev1.Taint{
+		{Key: "gpu", Value: "a100", Effect: corev1.TaintEffectNoExecute, TimeAdded: &metav1.Time{Time: time.Unix(1700000000, 0).UTC()}},
+		{Key: Taint + "-at-all", Effect: corev1.TaintEffectPreferNoSchedule},
+	}
+)
+
+func tainted(version string, taints ...corev1.Taint) *corev1.Node {
+	return &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: "here", UID: "u", ResourceVersion: version, Labels: map[string]string{"zone": "a"}},
+		Spec:       corev1.NodeSpec{ProviderID: "p", Taints: taints},
+		Status:     corev1.NodeStatus{Images: []corev1.ContainerImage{{Names: []string{"large"}}}},
+	}
+}
+
+var (
+	isReady = attach.Status{Upstream: attach.UpstreamStatus{Ready: true, Since: time.Unix(1000, 0)}}
+	isLate  = attach.Status{Upstream: attach.UpstreamStatus{Address: "1.2.3.4:80", Since: time.Unix(1000, 0), Reason: "connection refused"}}
+)
+
+func TestWantTaint(t *testing.T) {
+	t.Parallel()
+	unready := func(s attach.Status) attach.Status {
+		s.NotReady = "not installed yet"
+		return s
+	}
+	const after = time.Minute
+	for _, tc := range []struct {
+		name    string
+		tainted bool
+		after   time.Duration
+		status  attach.Status
+		late    time.Duration
+		want    bool
+	}{
+		{"ready", true, 0, isReady, 0, false},
+		{"ready for long", true, after, isReady, time.Hour, false},
+		{"ready and never tainted", false, after, isReady, time.Hour, false},
+		{"the upstream is there, capture is not", true, 0, unready(isReady), time.Hour, true},
+		{"capture is not there any more", false, after, unready(isReady), time.Hour, false},
+		{"late at the start", true, 0, isLate, time.Hour, true},
+		{"late, and not asked to put it back", false, 0, isLate, time.Hour, false},
+		{"late for a moment", false, after, isLate, after - 1, false},
+		{"late for long", false, after, isLate, after, true},
+		{"late for long, without capture", false, after, unready(isLate), after, true},
+		{"late for a moment, and tainted", true, after, isLate, 0, true},
+		{"late for long, and tainted", true, after, isLate, time.Hour, true},
+	} {
+		if got := wantTaint(tc.tainted, tc.after, tc.status, time.Unix(1000, 0).Add(tc.late)); got != tc.want {
+			t.Errorf("%s: got %t, want %t", tc.name, got, tc.want)
+		}
+	}
+}
+
+// TestTaintGoesAndComes against the API server's fake. Whatever else the node has stays.
+func TestTaintGoesAndComes(t *testing.T) {
+	t.Parallel()
+	n, client := newNode(t, address, tainted("7", others[0], notReady, others[1]))
+	now := time.Unix(1000, 0).Add(time.Minute)
+	seen := func(taints int) {
+		t.Helper()
+		nstest.Eventually(t, fmt.Sprintf("the watch shows %d taints", taints), func() bool {
+			node, err := n.nodes.Get("here")
+			return err == nil && len(node.Spec.Taints) == taints
+		})
+	}
+	want := func(what string, patches int, taints ...corev1.Taint) {
+		t.Helper()
+		got, err := client.CoreV1().Nodes().Get(t.Context(), "here", metav1.GetOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		got.ManagedFields = nil
+		if diff := cmp.Diff(tainted("7", taints...), got); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", what, diff)
+		}
+		count := 0
+		for _, a := range client.Actions() {
+			if a, ok := a.(k8stesting.PatchAction); ok && a.GetResource().Resource == "nodes" {
+				count++
+			}
+		}
+		if count != patches {
+			t.Errorf("%s: got %d patches, want %d", what, count, patches)
+		}
+	}
+	keep := func(after time.Duration, s attach.Status) {
+		t.Helper()
+		if err := n.keepTaint(t.Context(), after, s, now); err != nil {
+			t.Fatal(err)
+		}
+	}
+	seen(3)
+	keep(time.Minute, isLate)
+	want("late, and tainted already", 0, others[0], notReady, others[1])
+	keep(0, isReady)
+	want("ready", 1, others...)
+	seen(2)
+	keep(0, isReady)
+	keep(2*time.Minute, isLate)
+	want("late for a moment", 1, others...)
+	keep(time.Minute, isLate)
+	want("late for long", 2, others[0], others[1], notReady)
+	for _, reason := range []string{"SluiceNodeReady", "SluiceNodeTainted"} {
+		nstest.Eventually(t, "there is an event "+reason, func() bool {
+			events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, e := range events.Items {
+				if e.Reason == reason && e.InvolvedObject.Kind == "Node" && e.InvolvedObject.Name == "here" {
+					return true
+				}
+			}
+			return false
+		})
+	}
+}
+
+// TestNodeIsKeptSmallAndQuiet: it is large, changes often, and concerns no pod.
+func TestNodeIsKeptSmallAndQuiet(t *testing.T) {
+	t.Parallel()
+	n, client := newNode(t, address, tainted("1", notReady))
+	nstest.Eventually(t, "what came before has been told", func() bool {
+		select {
+		case <-n.Changed():
+			return true
+		default:
+			return false
+		}
+	})
+	for version := range 20 { // enough for the first to be told, if they were
+		want := &corev1.Node{
+			ObjectMeta: metav1.ObjectMeta{Name: "here", UID: "u", ResourceVersion: fmt.Sprint(version)},
+			Spec:       corev1.NodeSpec{Taints: []corev1.Taint{notReady}},
+		}
+		if _, err := client.CoreV1().Nodes().Update(t.Context(), tainted(want.ResourceVersion, notReady), metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		nstest.Eventually(t, "the watch shows the node, and no more than is needed", func() bool {
+			got, err := n.nodes.Get("here")
+			return err == nil && cmp.Equal(want, got)
+		})
+	}
+	select {
+	case <-n.Changed():
+		t.Error("changes of the node are told as if they were of its pods")
+	default:
+	}
+}
+
+// TestNobodysTaintIsLost: the patch is for the version that was seen. One that was too late is made again.
+func TestNobodysTaintIsLost(t *testing.T) {
+	t.Parallel()
+	attempts, log := keepTaintFor(t, 3*time.Second, func(patch []byte) error {
+		var p struct {
+			Metadata struct{ ResourceVersion string }
+		}
+		if err := json.Unmarshal(patch, &p); err != nil || p.Metadata.ResourceVersion != "7" {
+			t.Errorf("patch %s, %v: want the version 7", patch, err)
+		}
+		return apierrors.NewConflict(corev1.Resource("nodes"), "here", errors.New("the object has been modified"))
+	})
+	if got := fmt.Sprint(attempts); got != "[0s 1s 2s 3s]" || log != "" {
+		t.Errorf("got attempts after %s, want one each second, and the log\n%s", got, log)
+	}
+}
+
+// TestRefusalIsSaidOnce, and tried again less and less often.
+func TestRefusalIsSaidOnce(t *testing.T) {
+	t.Parallel()
+	attempts, log := keepTaintFor(t, 90*time.Second, func([]byte) error {
+		return apierrors.NewForbidden(corev1.Resource("nodes"), "here", errors.New("the token names no node"))
+	})
+	if got, want := fmt.Sprint(attempts), "[0s 2s 6s 14s 30s 1m0s 1m30s]"; got != want {
+		t.Errorf("got attempts after %s, want %s", got, want)
+	}
+	if strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, Taint+" of node here, to be taken off") || !strings.Contains(log, "the token names no node") {
+		t.Errorf("got the log\n%s\nwant one error that says what is refused, and why", log)
+	}
+}
+
+// keepTaintFor runs KeepTaint on a node that is ready and has the taint, for some time that does not really pass. The
+// API server answers to patches as answer says. It returns when they came, and the log.
+func keepTaintFor(t *testing.T, d time.Duration, answer func(patch []byte) error) (attempts []time.Duration, log string) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		client := fake.NewClientset()
+		begin := time.Now()
+		client.PrependReactor("patch", "nodes", func(a k8stesting.Action) (bool, runtime.Object, error) {
+			attempts = append(attempts, time.Since(begin))
+			return true, nil, answer(a.(k8stesting.PatchAction).GetPatch())
+		})
+		seen := cache.NewIndexer(cache.MetaNamespaceKeyFunc, nil)
+		if err := seen.Add(tainted("7", notReady)); err != nil {
+			t.Fatal(err)
+		}
+		var out bytes.Buffer
+		n := &Node{
+			name: "here", client: client, log: slog.New(slog.NewTextHandler(&out, nil)),
+			nodes: listers.NewNodeLister(seen), events: record.NewFakeRecorder(0),
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), d+1)
+		defer cancel()
+		if err := n.KeepTaint(ctx, 0, func() attach.Status { return isReady }); err != nil {
+			t.Error(err)
+		}
+		log = out.String()
+	})
+	return attempts, log
+}
