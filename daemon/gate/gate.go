@@ -52,7 +52,7 @@ func (g *Gate) Evict(path string, addresses []netip.Addr) error {
 			return err
 		}
 		defer d.file.Close() //nolint:errcheck // the answers count
-		var errs []error // one may have listened for both families
+		var errs []error     // one may have listened for both families
 		for _, at := range g.missing(slices.Concat(outbound, inboundAt(addresses))) {
 			if err := d.destroy(at); err != nil {
 				errs = append(errs, fmt.Errorf("port %d of %s: %w", at.Port(), at.Addr(), err))

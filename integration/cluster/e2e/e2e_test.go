@@ -72,16 +72,22 @@ func TestSluice(t *testing.T) {
 		if got := askedBy(ctx, t, c); got != 2 {
 			t.Errorf("the server was asked %d times, want twice, by the pod that goes direct too", got)
 		}
+		applyExamples(ctx, t, c)
+		must(t, setTaints(ctx, c, theirs, ours))
+		createKeptOff(ctx, t, c)
 		must(t, eventually(ctx, "kubelet is told to try the pod that is held again", func() (bool, error) {
 			return told(ctx, c, "held", "FailedCreatePodSandBox", "is late")
 		}))
 		if running(ctx, c, "held") {
 			t.Error("a pod that is held runs before the proxy is there")
 		}
-		applyExamples(ctx, t, c)
+		if kept, err := hasTaints(ctx, c, theirs, ours); err != nil || !kept {
+			t.Errorf("the taint is off before the proxy is there, or it is not known whether it is: %v", err)
+		}
 		must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
 		must(t, eventually(ctx, "the pod runs, its request is complete", func() (bool, error) { return running(ctx, c, "captured"), nil }))
 		must(t, eventually(ctx, "the pod that was held runs", func() (bool, error) { return running(ctx, c, "held"), nil }))
+		wantLetIn(ctx, t, c)
 		wantSeen(ctx, t, c, 0, 1)
 	})
 	step(t, "the examples of waiting without capture end through the proxy", checkExamples)
@@ -151,11 +157,7 @@ func TestSluice(t *testing.T) {
 		}
 	})
 	step(t, "pods start without the daemon, and end where they should", func(ctx context.Context, t *testing.T, c *envconf.Config) {
-		patchDaemon := func(how types.PatchType, patch string) {
-			must(t, client(c).Patch(ctx, &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Name: "sluice", Namespace: system}},
-				k8s.Patch{PatchType: how, Data: []byte(patch)}))
-		}
-		patchDaemon(types.MergePatchType, `{"spec":{"template":{"spec":{"nodeSelector":{"nowhere":"x"}}}}}`)
+		place(ctx, t, c, system, "sluice", false)
 		must(t, eventually(ctx, "the daemon is gone", func() (bool, error) {
 			var pods corev1.PodList
 			err := client(c).WithNamespace(system).List(ctx, &pods)
@@ -170,7 +172,7 @@ func TestSluice(t *testing.T) {
 		if got := askedBy(ctx, t, c); got != asked {
 			t.Errorf("%d requests went out before anybody knew the labels", got-asked)
 		}
-		patchDaemon(types.JSONPatchType, `[{"op":"remove","path":"/spec/template/spec/nodeSelector/nowhere"}]`)
+		place(ctx, t, c, system, "sluice", true)
 		for _, name := range []string{"early", "early-plain"} {
 			must(t, eventually(ctx, name+" completes its request", func() (bool, error) {
 				return strings.Contains(logs(ctx, t, c, namespace, name), "complete"), nil
@@ -179,7 +181,9 @@ func TestSluice(t *testing.T) {
 		wantSeen(ctx, t, c, seen, 1) // that of the labelled pod
 		must(t, eventually(ctx, "the daemon is back", func() (bool, error) { return rolledOut(ctx, c, system, "sluice") }))
 	})
+	step(t, "the node gets its taint back while the proxy is away for long, if asked", putBack)
 	step(t, "the upstream is found by its labels, and by its service", upstreamKinds)
+	step(t, "the daemon may change the taint of its own node, and nothing else of any", ownNodeOnly)
 	step(t, "pods start without the API server, and end where they should", withoutAPIServer)
 	step(t, "another component rewrites the network configuration", func(ctx context.Context, t *testing.T, c *envconf.Config) {
 		_, err := inPod(ctx, c, namespace, "node", "sh", "-c", "f=$(ls /cni/*.conflist | head -1); cat > $f <<'END'\n"+original+"END")
@@ -198,12 +202,15 @@ func TestSluice(t *testing.T) {
 		}{
 			{"get", "pods", true}, {"list", "pods", true}, {"watch", "pods", true}, {"list", "namespaces", true}, {"create", "events", true},
 			{"patch", "pods", false}, {"delete", "pods", false}, {"create", "pods", false}, {"get", "secrets", false}, {"list", "configmaps", false},
-			{"get", "services", false}, {"patch", "nodes", false}, {"get", "nodes", false}, {"patch", "namespaces", false},
+			{"get", "services", false}, {"patch", "namespaces", false},
+			{"list", "nodes", true}, {"watch", "nodes", true}, {"patch", "nodes", true}, {"patch", "nodes/status", false},
+			{"update", "nodes", false}, {"delete", "nodes", false}, {"create", "nodes", false}, {"get", "nodes", false},
 		} {
+			resource, subresource, _ := strings.Cut(can.resource, "/")
 			got, err := k.AuthorizationV1().SubjectAccessReviews().Create(ctx, &authv1.SubjectAccessReview{Spec: authv1.SubjectAccessReviewSpec{
 				User:               "system:serviceaccount:" + system + ":sluice",
 				Groups:             []string{"system:serviceaccounts", "system:authenticated"},
-				ResourceAttributes: &authv1.ResourceAttributes{Verb: can.verb, Resource: can.resource},
+				ResourceAttributes: &authv1.ResourceAttributes{Verb: can.verb, Resource: resource, Subresource: subresource},
 			}}, metav1.CreateOptions{})
 			must(t, err)
 			if got.Status.Allowed != can.want {
@@ -372,12 +379,16 @@ func containerLogs(ctx context.Context, c *envconf.Config, namespace, pod, conta
 }
 
 func told(ctx context.Context, c *envconf.Config, pod, reason, message string) (bool, error) {
+	return toldIn(ctx, c, namespace, pod, reason, message)
+}
+
+func toldIn(ctx context.Context, c *envconf.Config, namespace, name, reason, message string) (bool, error) {
 	var events corev1.EventList
 	if err := client(c).WithNamespace(namespace).List(ctx, &events); err != nil {
 		return false, err
 	}
 	for _, e := range events.Items {
-		if e.InvolvedObject.Name == pod && e.Reason == reason && strings.Contains(e.Message, message) {
+		if e.InvolvedObject.Name == name && e.Reason == reason && strings.Contains(e.Message, message) {
 			return true, nil
 		}
 	}

@@ -130,7 +130,7 @@ func run(m *testing.M) int {
 		return ctx, eventually(ctx, "sluice is ready", func() (bool, error) { return rolledOut(ctx, c, system, "sluice") })
 	})
 	suite.Finish(func(ctx context.Context, c *envconf.Config) (context.Context, error) {
-		return ctx, errors.Join(deleteFile(ctx, c, "mitmproxy/mitmproxy.yaml"), deleteFile(ctx, c, "sluice.yaml"), remove(ctx, c, fixtures))
+		return ctx, errors.Join(setTaints(ctx, c), deleteFile(ctx, c, "mitmproxy/mitmproxy.yaml"), deleteFile(ctx, c, "sluice.yaml"), remove(ctx, c, fixtures))
 	})
 	return suite.Run(m)
 }
