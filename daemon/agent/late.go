@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"sync"
 	"time"
 
@@ -83,16 +82,23 @@ func (a *Agent) tellOnce(n *netns, reason, message string) {
 // so until ctx ends.
 func (a *Agent) expire(ctx context.Context, n *netns, t traffic, policy attach.Late, now time.Time, up attach.UpstreamStatus) {
 	var direct func(error)
-	then := func(_ *gate.Listener, conn *net.TCPConn) { gate.Reset(conn) }
+	end := (*gate.Listener).Refuse
 	if policy.Policy == attach.Direct {
 		direct = n.direct.went
-		then = func(l *gate.Listener, conn *net.TCPConn) {
+		atOnce, cancel := context.WithCancel(ctx)
+		cancel() // nobody here waits for a descriptor
+		end = func(l *gate.Listener) (bool, error) {
+			conn, err := l.Accept(atOnce)
+			if conn == nil {
+				return false, err
+			}
 			a.serving.Go(func() { t.acceptor.Direct(ctx, t.gate, l, conn, direct) })
+			return true, nil
 		}
 	}
 	count := t.acceptor.Expire(policy.Timeout, direct)
 	if t.gate != nil {
-		count += n.late.expireQueued(t.gate, now, policy.Timeout, then)
+		count += n.late.expireQueued(t.gate, now, policy.Timeout, end)
 	}
 	if count > 0 && direct == nil {
 		a.tellExpired(n, count, fmt.Sprintf("connections were reset: they had waited for the upstream %s for more than %s: %s", up.Address, policy.Timeout, up.Reason))
@@ -148,9 +154,9 @@ func (a *Agent) tellDirect(n *netns) {
 	}
 }
 
-// expireQueued does then to connections at the head of the accept queues. Nobody else takes any while the upstream is
+// expireQueued ends the wait of connections at the head of the accept queues. Nobody else takes any while the upstream is
 // late; if somebody did all the same, it was from the head.
-func (l *lateness) expireQueued(g *gate.Gate, now time.Time, timeout time.Duration, then func(*gate.Listener, *net.TCPConn)) (count int) {
+func (l *lateness) expireQueued(g *gate.Gate, now time.Time, timeout time.Duration, end func(*gate.Listener) (bool, error)) (count int) {
 	arrived := map[*gate.Listener][]time.Time{}
 	for _, listener := range g.Listeners {
 		queued, err := listener.Queued()
@@ -163,11 +169,9 @@ func (l *lateness) expireQueued(g *gate.Gate, now time.Time, timeout time.Durati
 			known = append(known, now)
 		}
 		for len(known) > 0 && now.Sub(known[0]) >= timeout {
-			conn, err := listener.Accept()
-			if err != nil || conn == nil {
+			if was, err := end(listener); err != nil || !was {
 				break
 			}
-			then(listener, conn)
 			known = known[1:]
 			count++
 		}

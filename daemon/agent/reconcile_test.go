@@ -166,7 +166,7 @@ func TestEviction(t *testing.T) {
 	a.evictFrom = time.Now()
 	a.Reconcile(t.Context())
 	for _, l := range hung.Listeners {
-		if _, err := l.Accept(); !errors.Is(err, syscall.EINVAL) {
+		if _, err := l.Accept(t.Context()); !errors.Is(err, syscall.EINVAL) {
 			t.Errorf("the other's listener: got %v, want %v", err, syscall.EINVAL)
 		}
 	}
@@ -177,7 +177,7 @@ func TestEviction(t *testing.T) {
 		t.Fatalf("got the gate %+v, want one that listens wherever the other did", ours)
 	}
 	for _, l := range ours.Listeners {
-		if _, err := l.Accept(); err != nil {
+		if _, err := l.Accept(t.Context()); err != nil {
 			t.Errorf("our own listener: %v", err)
 		}
 	}

@@ -3,6 +3,7 @@
 package gate
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -391,26 +392,54 @@ func Reset(c *net.TCPConn) {
 	_ = c.Close()
 }
 
-// Accept takes the connection that has waited longest; nil when there is none after all.
-func (l *Listener) Accept() (*net.TCPConn, error) {
-	var fd int
-	var err error
-	if cerr := l.control(func(l int) {
-		fd, _, err = unix.Accept4(l, unix.SOCK_CLOEXEC)
-	}); cerr != nil {
-		return nil, cerr
-	}
-	switch {
-	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.ECONNABORTED), errors.Is(err, unix.EINTR):
-		return nil, nil
-	case err != nil:
-		return nil, fmt.Errorf("accept: %w", err)
+// Accept takes the connection that has waited longest; nil when there is none after all. It takes a second descriptor
+// for a moment, and waits for one: what was accepted is not lost for want of it, unless ctx ends.
+func (l *Listener) Accept(ctx context.Context) (*net.TCPConn, error) {
+	fd, err := l.accept()
+	if err != nil || fd < 0 {
+		return nil, err
 	}
 	f := os.NewFile(uintptr(fd), "captured") // blocking still, so that only the duplicate is polled
 	defer f.Close()                          //nolint:errcheck // FileConn made that duplicate
-	c, err := net.FileConn(f)
-	if err != nil {
-		return nil, err
+	for {
+		c, err := net.FileConn(f)
+		switch {
+		case err == nil:
+			return c.(*net.TCPConn), nil
+		case !errors.Is(err, unix.EMFILE) && !errors.Is(err, unix.ENFILE):
+			return nil, err
+		}
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case <-ctx.Done():
+			return nil, errors.Join(ctx.Err(), resetOnClose(fd))
+		}
 	}
-	return c.(*net.TCPConn), nil
+}
+
+// Refuse resets the connection that has waited longest; it tells whether there was one.
+func (l *Listener) Refuse() (bool, error) {
+	fd, err := l.accept()
+	if err != nil || fd < 0 {
+		return false, err
+	}
+	return true, errors.Join(resetOnClose(fd), unix.Close(fd))
+}
+
+func resetOnClose(fd int) error {
+	return unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+}
+
+// accept returns -1 when there is none after all.
+func (l *Listener) accept() (fd int, err error) {
+	if cerr := l.control(func(l int) { fd, _, err = unix.Accept4(l, unix.SOCK_CLOEXEC) }); cerr != nil {
+		return -1, cerr
+	}
+	switch {
+	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.ECONNABORTED), errors.Is(err, unix.EINTR):
+		return -1, nil
+	case err != nil:
+		return -1, fmt.Errorf("accept: %w", err)
+	}
+	return fd, nil
 }

@@ -61,7 +61,7 @@ func accept(t *testing.T, g *Gate) *net.TCPConn {
 	var conn *net.TCPConn
 	netns.Eventually(t, "a connection can be accepted", func() bool {
 		for _, l := range g.Listeners {
-			c, err := l.Accept()
+			c, err := l.Accept(t.Context())
 			if err != nil {
 				t.Fatalf("Accept: %v", err)
 			}
@@ -111,7 +111,7 @@ func TestWaitDoesNotAccept(t *testing.T) {
 		checkQueued(t, g, want)
 	}
 	for _, l := range g.Listeners {
-		if c, err := l.Accept(); c != nil || err != nil {
+		if c, err := l.Accept(t.Context()); c != nil || err != nil {
 			t.Errorf("Accept without a connection: got %v, %v; want nothing", c, err)
 		}
 	}
@@ -163,7 +163,7 @@ func TestCloseUnblocksWait(t *testing.T) {
 		if err := l.Wait(); !errors.Is(err, os.ErrClosed) {
 			t.Errorf("Wait after Close: got %v, want os.ErrClosed", err)
 		}
-		if c, err := l.Accept(); c != nil || !errors.Is(err, os.ErrClosed) {
+		if c, err := l.Accept(t.Context()); c != nil || !errors.Is(err, os.ErrClosed) {
 			t.Errorf("Accept after Close: got %v, %v; want os.ErrClosed", c, err)
 		}
 	}

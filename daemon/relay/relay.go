@@ -176,7 +176,7 @@ func (p *Pod) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Liste
 		if err != nil {
 			return // only accepting
 		}
-		conn, err := l.Accept()
+		conn, err := l.Accept(ctx)
 		if conn == nil {
 			slot.leave()
 			if errors.Is(err, os.ErrClosed) {
