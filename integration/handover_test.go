@@ -116,6 +116,25 @@ func TestHandOversUnderLoad(t *testing.T) {
 	}
 }
 
+// TestWhatWasHandedOverEndsWithItsPod: the daemon that has handed over learns from nobody that the pod is gone, and what
+// it still relays would hold the pod's netns.
+func TestWhatWasHandedOverEndsWithItsPod(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	echoWorld(n)
+	startConnectProxy(n)
+	before := n.StartDaemon()
+	pod := n.AddPod("web")
+	open := mustOpen(t, pod.Host, echoAddresses[0])
+	say(t, open, "before")
+	succeed(t, n, before)
+	if err := pod.Del(); err != nil {
+		t.Fatalf("DEL: %v", describe(err))
+	}
+	pod.Delete()
+	netns.Eventually(t, "it ends with the last of its pods", before.Ended)
+}
+
 // TestHandOverToOneThatDies: the old daemon goes on as if nothing had been asked.
 func TestHandOverToOneThatDies(t *testing.T) {
 	t.Parallel()

@@ -58,7 +58,8 @@ func (a *Agent) isRetired() bool {
 func (a *Agent) Retired() <-chan struct{} { return a.retired }
 
 // drained waits for what is relayed to end, but no longer than d. What of it waits for the upstream still does not do so
-// for longer than it may.
+// for longer than it may. What is left of pods that went ends: nobody else tells of them, and their connections would
+// hold their netns.
 func (a *Agent) drained(d time.Duration) {
 	done := make(chan struct{})
 	go func() {
@@ -72,6 +73,9 @@ func (a *Agent) drained(d time.Duration) {
 		select {
 		case now := <-look.C:
 			a.attend(now)
+			for _, r := range a.gone() {
+				a.forget(r.ID)
+			}
 		case <-done:
 			return
 		case <-enough:

@@ -83,19 +83,24 @@ func (a *Agent) complain(err error) {
 
 // dropGone notices a DEL that never came.
 func (a *Agent) dropGone() {
+	for _, r := range a.gone() {
+		a.log.Warn("netns went without a DEL", "attachment", r.String(), "netns", r.Netns)
+		a.forget(r.ID)
+		a.complain(a.store.Remove(r.ID))
+	}
+}
+
+// gone are the attachments whose netns is not there any more.
+func (a *Agent) gone() []attach.Record {
 	a.mu.Lock()
+	defer a.mu.Unlock()
 	var gone []attach.Record
 	for id, n := range a.byID {
 		if r := n.attachments[id]; isGone(r.Netns, n.id) {
 			gone = append(gone, *r)
 		}
 	}
-	a.mu.Unlock()
-	for _, r := range gone {
-		a.log.Warn("netns went without a DEL", "attachment", r.String(), "netns", r.Netns)
-		a.forget(r.ID)
-		a.complain(a.store.Remove(r.ID))
-	}
+	return gone
 }
 
 // isGone looks without the cookie: while a gate is open its netns cannot have been replaced by one with the same
