@@ -118,7 +118,7 @@ func (i Installer) primary() (string, error) {
 		if err == nil {
 			return f, nil
 		}
-		if info, serr := os.Stat(f); serr == nil && time.Since(info.ModTime()) < settling {
+		if info, serr := os.Stat(f); serr == nil && time.Since(info.ModTime()).Abs() < settling { // from the future: before the clock jumped back
 			return "", fmt.Errorf("%w: %s may be half-written: %w", ErrNoNetwork, f, err)
 		}
 	}

@@ -273,6 +273,22 @@ func TestHalfWrittenIsWaitedOut(t *testing.T) {
 	}
 }
 
+// TestHalfWrittenBeforeTheClockJumpedBack: it does not keep sluice from the network that the runtime uses until the clock is
+// there again.
+func TestHalfWrittenBeforeTheClockJumpedBack(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"20-b.conflist": bridge})
+	half := filepath.Join(i.ConfDir, "10-a.conflist")
+	put(t, half, bridge[:40])
+	soon := time.Now().Add(time.Hour)
+	if err := os.Chtimes(half, soon, soon); err != nil {
+		t.Fatal(err)
+	}
+	if written, err := i.Install(); err != nil || !slices.Contains(written, filepath.Join(i.ConfDir, "20-b.conflist")) {
+		t.Errorf("Install: got %q, %v; want the entry in the other file", written, err)
+	}
+}
+
 func TestBinaryStaysForTheDELOfAttachedPods(t *testing.T) {
 	t.Parallel()
 	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})

@@ -119,7 +119,7 @@ func (s Store) Changed(last time.Time) (time.Time, error) {
 	if err != nil {
 		return last, fmt.Errorf("attachment records: %w", err)
 	}
-	if time.Since(info.ModTime()) < settling {
+	if time.Since(info.ModTime()).Abs() < settling { // what is from the future was so before the clock jumped back
 		return info.ModTime().Add(-settling), nil // look again
 	}
 	return info.ModTime(), nil

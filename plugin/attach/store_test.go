@@ -265,6 +265,22 @@ func TestStoreChanged(t *testing.T) {
 	}
 }
 
+// TestStoreChangedWhenTheClockJumpsBack: the last look may have come right after a change, and another change in the same
+// tick of the kernel's clock right after the look. From where the clock is then, both are in the future.
+func TestStoreChangedWhenTheClockJumpsBack(t *testing.T) {
+	t.Parallel()
+	s, dir := newStore(t)
+	write(t, s, record("4f2a", "eth0"))
+	soon := time.Now().Add(10 * time.Second)
+	if err := os.Chtimes(dir, time.Time{}, soon); err != nil {
+		t.Fatal(err)
+	}
+	at, err := s.Changed(time.Time{})
+	if err != nil || !at.Equal(soon) { // right after the change it was another
+		t.Errorf("Changed: got %v, %v; want %v", at, err, soon)
+	}
+}
+
 // settled makes the last change old, and returns the time that tells of it.
 func settled(t *testing.T, s attach.Store, dir string) time.Time {
 	t.Helper()
