@@ -3,6 +3,7 @@ package netns
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -39,6 +40,8 @@ type Node struct {
 	CNIVersion string
 	// LogLevel is the daemon's.
 	LogLevel string
+	// ConfDir is set where the daemon installs itself: the conflist is then what a runtime finds there.
+	ConfDir string
 
 	bin string
 	cni *libcni.CNIConfig
@@ -57,7 +60,7 @@ func NewNode(tb TB, bin string) *Node {
 		"stateDir":       n.StateDir(),
 		"metricsAddress": "",
 	}
-	n.cni = libcni.NewCNIConfigWithCacheDir([]string{bin, CNIPlugins}, filepath.Join(n.Dir, "cni-cache"), nil)
+	n.cni = libcni.NewCNIConfigWithCacheDir([]string{n.binDir(), bin, CNIPlugins}, filepath.Join(n.Dir, "cni-cache"), nil)
 
 	// Not the number that its peer has: the kernel would take the veth for no veth and be a second or two late
 	// to notice that it is up, with IPv6 out of order until then (linkwatch_urgent_event in net/core/link_watch.c).
@@ -84,6 +87,28 @@ func (n *Node) ProxySocket() string { return filepath.Join(n.Dir, "proxy.sock") 
 
 // StateDir is where attachments are recorded.
 func (n *Node) StateDir() string { return filepath.Join(n.Dir, "state") }
+
+// binDir is where the daemon installs the plugin.
+func (n *Node) binDir() string { return filepath.Join(n.Dir, "cni-bin") }
+
+// Install has the daemon install itself, into the node's chain as it is without sluice. Call it before the daemon is
+// started.
+func (n *Node) Install() {
+	n.tb.Helper()
+	n.ConfDir = filepath.Join(n.Dir, "cni-conf")
+	if err := errors.Join(os.Mkdir(n.ConfDir, 0o755), os.Mkdir(n.binDir(), 0o755), os.WriteFile(n.ConfFile(), n.Primary(), 0o600)); err != nil {
+		n.tb.Fatalf("the node's CNI configuration: %v", err)
+	}
+}
+
+// ConfFile is the conflist of the primary plugin.
+func (n *Node) ConfFile() string { return filepath.Join(n.ConfDir, "10-pods.conflist") }
+
+// Primary is what the primary plugin's own installer writes there.
+func (n *Node) Primary() []byte {
+	n.tb.Helper()
+	return n.marshal(n.CNIVersion, n.bridge())
+}
 
 // watchSYNs counts the connections that pods make past the node's own stack: what leaves a pod's link.
 func (n *Node) watchSYNs() {
@@ -115,10 +140,21 @@ func (n *Node) SYNs() int {
 	return count
 }
 
-// Conflist is the node's CNI configuration: bridge, then sluice.
+// Conflist is the node's CNI configuration: bridge, then sluice; or what a runtime finds in ConfDir.
 func (n *Node) Conflist() *libcni.NetworkConfigList {
 	n.tb.Helper()
-	bridge := map[string]any{
+	if n.ConfDir == "" {
+		return n.conflist(n.CNIVersion, n.bridge(), n.Plugin)
+	}
+	list, err := libcni.ConfListFromFile(n.ConfFile())
+	if err != nil {
+		n.tb.Fatalf("conflist: %v", err)
+	}
+	return list
+}
+
+func (n *Node) bridge() map[string]any {
+	return map[string]any{
 		"type": "bridge", "bridge": "cni0", "isGateway": true,
 		"ipam": map[string]any{
 			"type": "host-local", "dataDir": filepath.Join(n.Dir, "ipam"),
@@ -126,7 +162,6 @@ func (n *Node) Conflist() *libcni.NetworkConfigList {
 			"routes": []map[string]string{{"dst": "0.0.0.0/0"}, {"dst": "::/0"}},
 		},
 	}
-	return n.conflist(n.CNIVersion, bridge, n.Plugin)
 }
 
 // alone is sluice's entry without the others, for GC and STATUS: the bridge plugin of some distributions is
@@ -138,15 +173,20 @@ func (n *Node) alone() *libcni.NetworkConfigList {
 
 func (n *Node) conflist(version string, plugins ...any) *libcni.NetworkConfigList {
 	n.tb.Helper()
-	data, err := json.Marshal(map[string]any{"cniVersion": version, "name": "pods", "plugins": plugins})
-	if err != nil {
-		n.tb.Fatalf("conflist: %v", err)
-	}
-	list, err := libcni.ConfListFromBytes(data)
+	list, err := libcni.ConfListFromBytes(n.marshal(version, plugins...))
 	if err != nil {
 		n.tb.Fatalf("conflist: %v", err)
 	}
 	return list
+}
+
+func (n *Node) marshal(version string, plugins ...any) []byte {
+	n.tb.Helper()
+	data, err := json.Marshal(map[string]any{"cniVersion": version, "name": "pods", "plugins": plugins})
+	if err != nil {
+		n.tb.Fatalf("conflist: %v", err)
+	}
+	return data
 }
 
 // Pod is a pod's sandbox.

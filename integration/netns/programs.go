@@ -135,7 +135,11 @@ func (n *Node) StartDaemon() *Daemon {
 		n.tb.Fatalf("configuration: %v", err)
 	}
 	d := &Daemon{client: attach.NewClient(n.AgentSocket())}
-	d.Program = Launch(n.Host, filepath.Join(n.bin, "sluiced"), "run", "--config", file, "--log-level", n.LogLevel)
+	args := []string{"run", "--config", file, "--log-level", n.LogLevel}
+	if n.ConfDir != "" {
+		args = append(args, "--install", "--cni-conf-dir", n.ConfDir, "--cni-bin-dir", n.binDir())
+	}
+	d.Program = Launch(n.Host, filepath.Join(n.bin, "sluiced"), args...)
 	Eventually(n.tb, "sluiced answers", func() bool {
 		if d.Ended() {
 			n.tb.Fatalf("sluiced ended: %s", d.Log())
