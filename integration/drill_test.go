@@ -154,6 +154,7 @@ func newDrillScene(t *testing.T, protocol string, size drillSize, random *rand.R
 		s.n = netns.NewNode(t, bin)
 		s.launch = func() *netns.Program { return startConnectProxy(s.n, "-quiet") }
 	}
+	s.n.Exec("sysctl", "-qw", "net.ipv4.tcp_tw_reuse=1") // the proxy has ports for less than a minute of this otherwise
 	s.n.LogLevel = "INFO"
 	s.n.Config["metricsAddress"] = "127.0.0.1:15090"
 	echoWorld(s.n)
