@@ -107,7 +107,7 @@ func (a *Agent) expire(ctx context.Context, n *netns, t traffic, policy attach.L
 
 func (a *Agent) tellExpired(n *netns, count int, message string) {
 	a.expired.Add(uint64(count))
-	a.log.Warn(message, "netns", n.id.String(), "count", count)
+	a.log.Warn("captured connections are lost", "why", message, "netns", n.id.String(), "count", count)
 	a.tellOnce(n, reasonExpired, message)
 }
 

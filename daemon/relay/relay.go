@@ -64,12 +64,12 @@ type waiting struct {
 	refused bool
 }
 
-// errExpired is why a connection waits no more, and goesDirect is too.
+// errExpired is why a connection waits no more, and directError is too.
 var errExpired = errors.New("it has waited for longer than its pod's timeout")
 
-type goesDirect struct{ went func(error) }
+type directError struct{ went func(error) }
 
-func (goesDirect) Error() string { return errExpired.Error() + ", and goes direct" }
+func (directError) Error() string { return errExpired.Error() + ", and goes direct" }
 
 // For makes a pod, with its addresses, whose connections are relayed.
 func (r *Relay) For(name attach.Pod, ips []netip.Addr) *Pod {
@@ -88,7 +88,7 @@ func (p *Pod) Waiting() int {
 func (p *Pod) Expire(d time.Duration, direct func(error)) (count int) {
 	why := errExpired
 	if direct != nil {
-		why = goesDirect{direct}
+		why = directError{direct}
 	}
 	late := p.relay.upstream.Status().Late() != nil
 	p.mu.Lock()
@@ -240,7 +240,7 @@ func (p *Pod) serve(ctx context.Context, g *gate.Gate, inbound bool, conn *net.T
 		if up != nil {
 			_ = up.Close() // it came a moment too late
 		}
-		if d := (goesDirect{}); errors.As(err, &d) {
+		if d := (directError{}); errors.As(err, &d) {
 			slot.leave()
 			p.direct(ctx, g, src, dst, conn, d.went)
 			return
