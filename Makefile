@@ -90,7 +90,7 @@ cluster-down: bin/cluster/cluster ## Take that node down; nothing of it stays
 
 drill: ## Let things go wrong under load, over and over, and print what became of the connections
 	integration/setup.sh test
-	go test -count=1 -timeout=40m -run TestDrills -v ./integration -args -drill
+	go test -count=1 -timeout=30m -run TestDrills -v ./integration -args -drill
 
 screenshot: ## Take the picture of mitmweb in docs, in a real browser
 	integration/setup.sh screenshot
