@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-
 	"os"
 	"os/exec"
 	"path/filepath"
