@@ -130,7 +130,7 @@ func TestMalformedAnnotations(t *testing.T) {
 		"exclude-outbound-cidrs": {"*", "10.0.0.0/8 fd00::/8", "0.0.0.0/0\n-A OUTPUT -j ACCEPT"},
 		"exclude-interfaces":     {"eth+", "a b", "../x", "sixteen-letters-", "lo\nCOMMIT"},
 		"quic":                   {"maybe", ""},
-		"when-late":              {"never", "direct"},
+		"when-late":              {"never", "Direct"},
 		"late-timeout":           {"soon", "-1s", "10"},
 		"capture-inbound-ports":  {"*", "8080 8081"},
 		"exclude-outbound-port":  {"80"},
