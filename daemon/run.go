@@ -84,18 +84,15 @@ func (d daemon) run(ctx context.Context) error {
 		log.Warn("late.policy is direct, and late.timeout is 0s: connections wait without limit, and none goes direct")
 	}
 	var node *kube.Node // nil unless the API server is asked
-	var parts []func(context.Context) error
 	var ready []func() error
 	if conf.Capture.Source == config.Kubernetes {
 		var err error
 		if node, err = newNode(d.kubeconfig, conf, log); err != nil {
 			return err
 		}
-		parts = append(parts, node.Run)
 		ready = append(ready, node.Ready)
 	}
 	if d.keeper != nil {
-		parts = append(parts, d.keeper.Run)
 		ready = append(ready, d.keeper.Ready)
 	}
 	hub := d.newHub(node)
@@ -132,20 +129,26 @@ func (d daemon) run(ctx context.Context) error {
 		}
 		return nil
 	})
-	for _, part := range parts {
-		group.Go(func() error { return part(serving) })
-	}
+	// What relays needs to know where the upstream is, to the end: kubelet tells a daemon to end as soon as it has
+	// handed over, and what it has accepted may wait still.
+	relaying, relayed := context.WithCancel(context.WithoutCancel(ctx))
+	defer relayed()
+	group.Go(func() error { return up.run(relaying) })
 	if node != nil {
+		group.Go(func() error { return node.Run(relaying) })
 		group.Go(func() error { return node.KeepTaint(serving, conf.TaintAfter, a.Summary) })
+	}
+	if d.keeper != nil {
+		group.Go(func() error { return d.keeper.Run(serving) })
 	}
 	group.Go(func() error { return a.Serve(serving, socket) })
 	if conf.MetricsAddress != "" {
 		group.Go(func() error { return serveMetrics(serving, conf.MetricsAddress, agentMetrics(a), log) })
 	}
-	group.Go(func() error { return up.run(ctx) })
 	group.Go(func() error { return serveProxies(serving, hub, conf.ProxySocket, a) })
 	group.Go(func() error {
 		err := a.Run(ctx)
+		relayed()
 		if _, in := os.LookupEnv("KUBERNETES_SERVICE_HOST"); in && ctx.Err() == nil {
 			<-ctx.Done() // kubelet would start it again, to take over from its successor
 		}
@@ -246,7 +249,7 @@ func begin(ctx context.Context, a *agent.Agent, path string) (net.Listener, erro
 	if err != nil {
 		return nil, err
 	}
-	a.Reconcile(ctx)
+	a.Begin(ctx)
 	if err := taken(); err != nil {
 		return nil, fmt.Errorf("taking over from the sluiced before this one: %w", err)
 	}

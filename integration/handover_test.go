@@ -261,3 +261,26 @@ func TestDaemonHangsAndTheNextIsKilled(t *testing.T) {
 	netns.Eventually(t, "the pod is as it should be", func() bool { return len(d.Of(pod).Notes) == 0 })
 	allWell(t, clients(patience(t), 4, random(100), pod.Host), 4)
 }
+
+// TestRetiredAndToldToEnd, as kubelet does with the pod of the daemon that has handed over: what it has accepted waits on
+// for the upstream.
+func TestRetiredAndToldToEnd(t *testing.T) {
+	t.Parallel()
+	n := netns.NewNode(t, bin)
+	echoWorld(n)
+	proxy := startConnectProxy(n)
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	allWell(t, clients(patience(t), 2, random(100), pod.Host), 2)
+	proxy.Freeze()
+	outcome := clients(patience(t), 10, random(100), pod.Host)
+	netns.Eventually(t, "the daemon has accepted them", func() bool { return d.Of(pod).Waiting == 10 && queued(pod.Host) == 0 })
+	proxy.Kill()
+	netns.Eventually(t, "the upstream is late", func() bool { return !d.Status().Upstream.Ready })
+	succeed(t, n, d)
+	d.Signal(syscall.SIGTERM)
+	notYet(t, outcome)
+	startConnectProxy(n)
+	allWell(t, outcome, 10)
+	netns.Eventually(t, "it ends", d.Ended)
+}

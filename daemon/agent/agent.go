@@ -82,6 +82,7 @@ type Agent struct {
 	handing   sync.RWMutex
 	retired   chan struct{}                 // closed when another daemon has taken over
 	socket    *unixsock.Listener            // nil until Listen
+	hasty     bool                          // gates are to be open before anything else is seen to
 	evictFrom time.Time                     // from when on others that hold a capture port are taken for dead
 	inherited map[attach.NetnsID][]*os.File // listeners that were handed over, or back
 
@@ -132,6 +133,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	reconcile, reconsider := time.NewTicker(reconcileInterval), time.NewTicker(reconsiderInterval)
 	defer reconcile.Stop()
 	defer reconsider.Stop()
+	a.Reconsider(ctx)
 	for ctx.Err() == nil && !a.isRetired() {
 		a.Reconcile(ctx)
 		select {
@@ -161,6 +163,7 @@ func (a *Agent) Attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 	if err := at.Validate(); err != nil {
 		return attach.Decision{}, &attach.RefusedError{Message: err.Error(), Final: true}
 	}
+	a.yield()
 	a.handing.RLock()
 	defer a.handing.RUnlock()
 	if a.isRetired() {
@@ -229,6 +232,7 @@ func state(d attach.Decision) attach.State {
 
 // Detach forgets an attachment and its record; one that is not known is no error.
 func (a *Agent) Detach(id attach.ID) error {
+	a.yield()
 	a.handing.RLock()
 	defer a.handing.RUnlock()
 	if a.isRetired() {

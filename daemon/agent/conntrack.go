@@ -11,18 +11,19 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// waitingSYN matches the conntrack entries of connections that were redirected and wait at the SYN gate.
-// Such an entry is confirmed and keeps the redirect: the next SYN would follow it whatever the rules say by
-// then. Connections that are established keep theirs.
+// waitingSYN matches the conntrack entries of connections whose SYN has no answer yet: those that were redirected and wait
+// at the SYN gate, and those that were let go and wait for a destination. Such an entry keeps what nat did, or did not do:
+// the next SYN would follow it, or be dropped, whatever the rules say by then. Connections that are established keep
+// theirs, and those that sluiced lets go direct.
 type waitingSYN struct{}
 
 func (waitingSYN) MatchConntrackFlow(f *netlink.ConntrackFlow) bool {
 	const synSent, synSent2 = 1, 9 // TCP_CONNTRACK_*, linux/netfilter/nf_conntrack_tcp.h
 	tcp, is := f.ProtoInfo.(*netlink.ProtoInfoTCP)
-	return is && (tcp.State == synSent || tcp.State == synSent2) && f.Reverse.SrcPort == ruleset.OutboundPort
+	return is && (tcp.State == synSent || tcp.State == synSent2) && f.Mark != ruleset.DirectMark
 }
 
-// forgetWaiting makes the kernel forget where it redirected the SYNs that wait in the netns at path.
+// forgetWaiting makes the kernel forget where the SYNs that wait in the netns at path were going.
 func forgetWaiting(path string) error {
 	return ns.WithNetNSPath(path, func(ns.NetNS) error { return forgetWaitingHere() })
 }

@@ -154,6 +154,56 @@ func TestEnrolledAndReleasedLive(t *testing.T) {
 	}
 }
 
+// TestSYNUnderWayIsCaptured: of a connection that was excluded when it began, and has no answer when it is not any more, the
+// next SYN goes by the new rules.
+func TestSYNUnderWayIsCaptured(t *testing.T) {
+	forBackends(t, func(t *testing.T, backend string) {
+		p := newProvisional(t)
+		const nobody = "198.51.100.77"
+		p.IP("neigh", "add", nobody, "lladdr", "02:00:00:00:00:06", "dev", "eth0")
+		excluding := func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+			d, err := capture(at, interfaces)
+			d.Ruleset.ExcludePorts = []ruleset.PortRange{{First: 81, Last: 81}}
+			return d, err
+		}
+		w := newWishes()
+		w.set(excluding)
+		a := newAgentFor(t, w)
+		r := a.write(t, p.Host, attach.Captured, p.apply(t, backend))
+		a.Reconcile(t.Context())
+		p.ask(t, nobody+":81")
+		nstest.Eventually(t, "its SYN has gone out", func() bool { return strings.Contains(p.Exec("conntrack", "-L"), "dst="+nobody+" ") })
+		w.set(capture)
+		a.Reconsider(t.Context())
+		nstest.Eventually(t, "it waits at the gate", func() bool {
+			s, _ := a.of(r.ID)
+			return s.Waiting == 1
+		})
+	})
+}
+
+// TestRulesOfAnEarlierVersionAreReplaced in pods that were captured by it.
+func TestRulesOfAnEarlierVersionAreReplaced(t *testing.T) {
+	t.Parallel()
+	p := newProvisional(t)
+	a := newAgent(t, capture)
+	in := p.apply(t, "nftables")
+	in.Revision--
+	r := a.write(t, p.Host, attach.Captured, in)
+	p.Exec("nft", "flush", "chain", "ip", "sluice-filter", "SLUICE_CAPTURE")
+	a.Begin(t.Context())
+	if drift, err := in.Check(t.Context(), p.Path()); err != nil || len(drift) == 0 {
+		t.Errorf("gates come first: got the drift %q, %v; want some", drift, err)
+	}
+	a.Reconsider(t.Context())
+	if drift, err := in.Check(t.Context(), p.Path()); err != nil || len(drift) > 0 {
+		t.Errorf("got the drift %q, %v; want none", drift, err)
+	}
+	if got, err := a.store.Read(r.ID); err != nil || got.Installed.Revision != ruleset.Revision {
+		t.Errorf("got the record %+v, %v; want the revision %d", got, err, ruleset.Revision)
+	}
+}
+
 // TestReleasedConnectionsGoOn: what waits or is relayed when capture ends still needs the kernel's nat. When the
 // last has ended, nothing is left.
 func TestReleasedConnectionsGoOn(t *testing.T) {

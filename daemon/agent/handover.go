@@ -2,7 +2,6 @@ package agent
 
 import (
 	"bufio"
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -29,8 +28,11 @@ const (
 )
 
 const (
-	// handoverPatience bounds a hand-over on either side: a daemon that takes longer hangs.
-	handoverPatience = 2 * time.Second
+	// answerPatience is how long the old daemon may take to answer: one that takes longer hangs.
+	answerPatience = 2 * time.Second
+	// handoverPatience is how long either may take from then on. The old one may have a pod to see to first, and the API
+	// server to ask about it.
+	handoverPatience = 10 * time.Second
 	// drainTime is how long a daemon that has handed over goes on relaying what is open.
 	drainTime = 5 * time.Minute
 )
@@ -108,6 +110,7 @@ func (a *Agent) retire() {
 		a.release(n) // what it relays goes on
 	}
 	close(a.retired)
+	a.dropInherited()
 }
 
 // yield retires if another daemon serves the agent socket by now, and has not asked for the gates: this one has hung for so
@@ -190,14 +193,11 @@ func (a *Agent) serveHandover(w http.ResponseWriter, r *http.Request) {
 	a.log.Info("handed over to another sluiced; what is open is relayed to its end")
 }
 
-// TakeOver asks the daemon at the agent socket, if there is one, for its gates. After it, Reconcile and then Taken
+// TakeOver asks the daemon at the agent socket, if there is one, for its gates. After it, Begin and then taken
 // complete the hand-over. That nobody answers is no error.
 func (a *Agent) TakeOver(socket string) (taken func() error, err error) {
 	nothing := func() error { return nil }
-	ctx, cancel := context.WithTimeout(context.Background(), handoverPatience)
-	defer cancel()
-	var d net.Dialer
-	c, err := d.DialContext(ctx, "unix", socket)
+	c, err := net.DialTimeout("unix", socket, answerPatience)
 	if errors.Is(err, unix.EAGAIN) { // so many have asked it already
 		a.giveUp(err)
 		return nothing, nil
@@ -206,7 +206,7 @@ func (a *Agent) TakeOver(socket string) (taken func() error, err error) {
 		return nothing, nil // nobody is there
 	}
 	conn := c.(*net.UnixConn)
-	taken, err = a.takeOver(ctx, conn)
+	taken, err = a.takeOver(conn)
 	if err == nil {
 		return taken, nil
 	}
@@ -224,9 +224,8 @@ func (a *Agent) giveUp(err error) {
 	a.evictFrom = time.Now().Add(a.Returning)
 }
 
-func (a *Agent) takeOver(ctx context.Context, conn *net.UnixConn) (taken func() error, err error) {
-	deadline, _ := ctx.Deadline()
-	if err := conn.SetDeadline(deadline); err != nil {
+func (a *Agent) takeOver(conn *net.UnixConn) (taken func() error, err error) {
+	if err := conn.SetDeadline(time.Now().Add(answerPatience)); err != nil {
 		return nil, err
 	}
 	if _, err := io.WriteString(conn, "POST "+pathHandover+" HTTP/1.1\r\nHost: sluiced\r\nConnection: Upgrade\r\nUpgrade: "+protocol+"\r\n\r\n"); err != nil {
@@ -241,6 +240,9 @@ func (a *Agent) takeOver(ctx context.Context, conn *net.UnixConn) (taken func() 
 	defer resp.Body.Close() //nolint:errcheck // what follows a 101 is not its body
 	if resp.StatusCode != http.StatusSwitchingProtocols {
 		return nil, errors.New(resp.Status)
+	}
+	if err := conn.SetDeadline(time.Now().Add(handoverPatience)); err != nil {
+		return nil, err
 	}
 	if err := a.receiveGates(json.NewDecoder(lines), in); err != nil {
 		a.dropInherited()
@@ -280,6 +282,12 @@ func (a *Agent) inherit(id attach.NetnsID) []*os.File {
 // Returned takes listeners back that a proxy has from a daemon before this one, which did not live to hand them over.
 // While the proxy has them, others cannot be opened. Those that nobody misses are closed.
 func (a *Agent) Returned(netns string, files []*os.File) {
+	a.handing.RLock()
+	defer a.handing.RUnlock()
+	if a.isRetired() {
+		unixsock.Close(files)
+		return
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for id, n := range a.netns {

@@ -81,26 +81,29 @@ func (a *Agent) tellOnce(n *netns, reason, message string) {
 // expire ends the wait of what has waited for longer than the timeout, at its gate and for an answer. What goes direct does
 // so until ctx ends.
 func (a *Agent) expire(ctx context.Context, n *netns, t traffic, policy attach.Late, now time.Time, up attach.UpstreamStatus) {
-	var direct func(error)
+	var went func(error)
 	end := (*gate.Listener).Refuse
 	if policy.Policy == attach.Direct {
-		direct = n.direct.went
+		went = n.direct.went
 		atOnce, cancel := context.WithCancel(ctx)
 		cancel() // nobody here waits for a descriptor
 		end = func(l *gate.Listener) (bool, error) {
 			conn, err := l.Accept(atOnce)
+			if errors.Is(err, context.Canceled) { // there was none, and it was reset
+				went(fmt.Errorf("%w: out of file descriptors", direct.ErrNotExempt))
+			}
 			if conn == nil {
 				return false, err
 			}
-			a.serving.Go(func() { t.acceptor.Direct(ctx, t.gate, l, conn, direct) })
+			a.serving.Go(func() { t.acceptor.Direct(ctx, t.gate, l, conn, went) })
 			return true, nil
 		}
 	}
-	count := t.acceptor.Expire(policy.Timeout, direct)
+	count := t.acceptor.Expire(policy.Timeout, went)
 	if t.gate != nil {
 		count += n.late.expireQueued(t.gate, now, policy.Timeout, end)
 	}
-	if count > 0 && direct == nil {
+	if count > 0 && went == nil {
 		a.tellExpired(n, count, fmt.Sprintf("connections were reset: they had waited for the upstream %s for more than %s: %s", up.Address, policy.Timeout, up.Reason))
 	}
 }

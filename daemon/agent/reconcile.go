@@ -139,7 +139,18 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
 			return err
 		}
 	}
+	if a.hasty {
+		return nil
+	}
 	return a.settle(ctx, n, r)
+}
+
+// Begin opens the gates of what was captured before. Whether the source wants something else by now is for Run: to change
+// the rules of hundreds of pods takes many seconds, which neither connections nor the daemon before this one wait for.
+func (a *Agent) Begin(ctx context.Context) {
+	a.hasty = true
+	a.Reconcile(ctx)
+	a.hasty = false
 }
 
 // reopen opens the gate of an attachment that was captured before, in the place of whoever has held it for long enough.
@@ -199,7 +210,7 @@ func (a *Agent) settle(ctx context.Context, n *netns, r attach.Record) error {
 		return fmt.Errorf("it stays %s: %w", r.State, err)
 	}
 	a.limit(n, d.Late)
-	if state(d) == r.State && (!d.Capture || equal(*d.Ruleset, r.Installed.Ruleset)) {
+	if state(d) == r.State && (!d.Capture || equal(*d.Ruleset, r.Installed.Ruleset) && r.Installed.Revision == ruleset.Revision) {
 		return nil
 	}
 	was := r.State
@@ -253,10 +264,8 @@ func (a *Agent) capture(ctx context.Context, n *netns, r *attach.Record, want ru
 		// In a container /proc/sys is read-only; the plugin, which is not in one, has done it for most pods.
 		a.log.Debug("the pod gives up sooner if sluiced is late", "attachment", r.String(), "err", err)
 	}
-	if r.State == attach.Provisional {
-		if err := forgetWaiting(r.Netns); err != nil {
-			return err
-		}
+	if err := forgetWaiting(r.Netns); err != nil {
+		return err
 	}
 	return a.open(n, r.Attachment, want)
 }
@@ -291,21 +300,29 @@ func (a *Agent) free(ctx context.Context, r *attach.Record, released func() erro
 // without having been attached whether it is to be captured.
 func (a *Agent) Reconsider(ctx context.Context) {
 	a.Reconcile(ctx) // what has just been recorded can be changed too
-	a.handing.RLock()
-	defer a.handing.RUnlock()
-	if a.isRetired() {
-		return
-	}
 	for _, n := range a.all() {
 		for _, r := range a.records(n) {
-			err := a.takeUp(ctx, r) // what has failed before
-			if err == nil {
-				err = a.again(ctx, r)
-			}
-			a.note(r, err)
+			a.unlessRetired(func() { a.reconsider(ctx, r) })
 		}
 	}
-	a.enrol(ctx)
+	a.unlessRetired(func() { a.enrol(ctx) })
+}
+
+// unlessRetired calls do, which no hand-over interrupts. It is short: a hand-over waits for it.
+func (a *Agent) unlessRetired(do func()) {
+	a.handing.RLock()
+	defer a.handing.RUnlock()
+	if !a.isRetired() {
+		do()
+	}
+}
+
+func (a *Agent) reconsider(ctx context.Context, r attach.Record) {
+	err := a.takeUp(ctx, r) // what has failed before
+	if err == nil {
+		err = a.again(ctx, r)
+	}
+	a.note(r, err)
 }
 
 func (a *Agent) records(n *netns) []attach.Record {

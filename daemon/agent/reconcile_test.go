@@ -45,7 +45,7 @@ func TestReconcileTakesUpRecords(t *testing.T) {
 	t.Parallel()
 	captured, passed := nstest.NewHost(t, "captured"), nstest.NewHost(t, "passed")
 	a := newAgent(t, unknown) // what is settled stays so
-	in := &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", IPv6: true}
+	in := &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", IPv6: true, Revision: ruleset.Revision}
 	one, other := a.write(t, captured, attach.Captured, in), a.write(t, passed, attach.Passed, nil)
 	if err := os.WriteFile(filepath.Join(a.dir, "corrupt:eth0.json"), []byte("{"), 0o600); err != nil {
 		t.Fatal(err)
@@ -75,7 +75,7 @@ func TestReconcileLearnsFromARecord(t *testing.T) {
 	if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
 		t.Fatal(err)
 	}
-	r := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true})
+	r := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision})
 	a.Reconcile(t.Context())
 	if s, ok := a.of(r.ID); !ok || s.Backend != "nftables" || len(s.Notes) > 0 {
 		t.Errorf("got %+v, want the backend", s)
@@ -90,7 +90,7 @@ func TestReconcileDropsRecordsOfNetnsThatAreGone(t *testing.T) {
 				t.Parallel()
 				h := nstest.NewHost(t, "pod")
 				a := newAgent(t, capture)
-				in := &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables"}
+				in := &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", Revision: ruleset.Revision}
 				r := a.write(t, h, attach.Captured, in)
 				if known {
 					a.Reconcile(t.Context())
@@ -121,7 +121,7 @@ func TestReconcileTriesAgain(t *testing.T) {
 	h := nstest.NewHost(t, "pod")
 	taken := h.Listen("127.0.0.1:15001")
 	a := newAgent(t, capture)
-	r := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true})
+	r := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision})
 	a.Reconcile(t.Context())
 	if s, ok := a.of(r.ID); !ok || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], "address already in use") {
 		t.Errorf("the port is taken: got %+v, want a note", s)
@@ -145,7 +145,7 @@ func TestEviction(t *testing.T) {
 	})
 	rules := ruleset.Provisional("eth0")
 	rules.InboundPorts = []ruleset.PortRange{{First: 80, Last: 80}}
-	first := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: rules, Backend: "nftables", SYNGate: true})
+	first := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: rules, Backend: "nftables", SYNGate: true, Revision: ruleset.Revision})
 	hung, err := gate.Open(h.Path())
 	if err != nil {
 		t.Fatal(err)
@@ -181,6 +181,47 @@ func TestEviction(t *testing.T) {
 			t.Errorf("our own listener: %v", err)
 		}
 	}
+}
+
+// TestBusyIsNotHung: a daemon that answers, and then takes its time, is waited for.
+func TestBusyIsNotHung(t *testing.T) {
+	t.Parallel()
+	one, two := nstest.NewHost(t, "one"), nstest.NewHost(t, "two")
+	deciding, decided := make(chan struct{}), make(chan struct{})
+	old := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+		if at.Netns == two.Path() {
+			close(deciding)
+			<-decided
+		}
+		return capture(at, interfaces)
+	})
+	path := socketPath(t)
+	serveAt(t, old, path)
+	old.write(t, one, attach.Captured, &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision})
+	old.Reconcile(t.Context())
+	waits, err := one.Dial(t.Context(), "tcp", "127.0.0.1:15001")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = waits.Close() })
+	go func() { _, _ = old.Agent.Attach(t.Context(), attachment(two, "eth0")) }() // Detached with its netns
+	<-deciding
+	time.AfterFunc(answerPatience+100*time.Millisecond, func() { close(decided) })
+
+	next := newAgent(t, capture)
+	next.Agent.store = old.Agent.store
+	taken, err := next.TakeOver(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	next.Begin(t.Context())
+	if err := taken(); err != nil {
+		t.Fatal(err)
+	}
+	nstest.Eventually(t, "what waited goes on waiting, at the next", func() bool {
+		s, _ := next.of(attachment(one, "eth0").ID)
+		return s.Waiting == 1
+	})
 }
 
 // TestReconcileSurvivesRecordsThatNobodyWrites: one bad file must not take the node's daemon down, again and again.

@@ -46,6 +46,9 @@ func dial(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.
 		s, exempt, err = newExempt(dst)
 		return err
 	})
+	if err != nil && !errors.Is(err, unix.ENETUNREACH) {
+		err = fmt.Errorf("%w: %w", ErrNotExempt, err)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -58,7 +61,7 @@ func dial(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.
 	}
 	c, err := net.FileConn(s)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w: %w", ErrNotExempt, err)
 	}
 	conn := c.(*net.TCPConn)
 	if err := conn.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true}); err != nil {
@@ -88,7 +91,7 @@ func inNetnsOf(ctx context.Context, conn *net.TCPConn, do func() error) error {
 		return cerr
 	}
 	if err != nil {
-		return fmt.Errorf("%w: SIOCGSKNS: %w", ErrNotExempt, err)
+		return fmt.Errorf("SIOCGSKNS: %w", err)
 	}
 	defer unix.Close(netns) //nolint:errcheck // nothing was written
 	return ns.WithNetNSPath("/proc/self/fd/"+strconv.Itoa(netns), func(ns.NetNS) error { return do() })
@@ -106,7 +109,7 @@ func newExempt(dst netip.AddrPort) (*os.File, flow, error) {
 	for range 100 {
 		s, f, err := bind(src, dst)
 		if err != nil {
-			return nil, flow{}, fmt.Errorf("%w: %w", ErrNotExempt, err)
+			return nil, flow{}, err
 		}
 		if err = f.enter(); err == nil {
 			return s, f, nil
@@ -114,10 +117,10 @@ func newExempt(dst netip.AddrPort) (*os.File, flow, error) {
 		_ = s.Close() // nothing was sent
 		// Who had the port before has left an entry, with a redirect most likely.
 		if !errors.Is(err, unix.EEXIST) {
-			return nil, flow{}, fmt.Errorf("%w: %w", ErrNotExempt, err)
+			return nil, flow{}, err
 		}
 	}
-	return nil, flow{}, fmt.Errorf("%w: no port of %s for it that conntrack does not know", ErrNotExempt, src)
+	return nil, flow{}, fmt.Errorf("no port of %s for it that conntrack does not know", src)
 }
 
 // bind makes a socket that nobody else can have the port of.

@@ -26,6 +26,7 @@ func benchWaiting(b *bench) {
 	all := pods * each
 	b.tb.must(raiseDescriptors(uint64(all)*3/2), "RLIMIT_NOFILE: each waiting connection is a descriptor here")
 	n := b.newNode()
+	n.Exec("sysctl", "-qw", "net.ipv4.ip_local_port_range=1024 65535") // the proxy connects to one destination twice as often as there are clients
 	d := n.StartDaemon()
 	var captured, uncaptured []*netns.Pod
 	b.progress("%d pods", pods)

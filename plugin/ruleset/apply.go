@@ -38,6 +38,8 @@ type Installed struct {
 	// SYNGate is false where the kernel lacks the socket match: a connection made while nobody
 	// listens is then refused instead of waiting.
 	SYNGate bool `json:"synGate"`
+	// Revision is that of whoever rendered it.
+	Revision int `json:"revision,omitempty"`
 	// IPv6 is false where the netns has no IPv6, or cannot filter it and has no address of it.
 	IPv6 bool `json:"ipv6"`
 }
@@ -118,7 +120,7 @@ func applyHere(ctx context.Context, r Ruleset, want string, was *Installed) (Ins
 				err = loopbackUp()
 			}
 			if err == nil {
-				return Installed{r, b.name(), synGate, ipv6}, nil
+				return Installed{Ruleset: r, Backend: b.name(), SYNGate: synGate, Revision: Revision, IPv6: ipv6}, nil
 			}
 			failures = append(failures, fmt.Errorf("%s: %w", b.name(), err))
 			if was == nil {

@@ -1,6 +1,8 @@
 package ruleset
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"flag"
 	"net/netip"
 	"os"
@@ -93,6 +95,27 @@ func golden(t *testing.T, name, got string) {
 	}
 	if diff := cmp.Diff(string(want), got); diff != "" {
 		t.Errorf("%s (-want +got):\n%s", path, diff)
+	}
+}
+
+// TestRevision sees to it that rules which have changed reach pods that are captured already.
+func TestRevision(t *testing.T) {
+	t.Parallel()
+	const revision, sum = 1, "9d503c77f153f62c"
+	paths, err := filepath.Glob("testdata/*.golden")
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := sha256.New()
+	for _, p := range paths {
+		data, err := os.ReadFile(p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		h.Write(data)
+	}
+	if got := hex.EncodeToString(h.Sum(nil))[:16]; got != sum || Revision != revision {
+		t.Errorf("the golden files have the sum %s: if rules have changed raise Revision, and write both down here", got)
 	}
 }
 

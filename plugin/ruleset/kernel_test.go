@@ -85,7 +85,7 @@ func TestApplyCheckRemove(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
 				in := apply(t, h, r, backend, nil)
-				want := ruleset.Installed{Ruleset: r, Backend: backend, SYNGate: true, IPv6: true}
+				want := ruleset.Installed{Ruleset: r, Backend: backend, SYNGate: true, Revision: ruleset.Revision, IPv6: true}
 				if diff := cmp.Diff(want, in, cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }), cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
 					t.Errorf("what Apply says it installed (-want +got):\n%s", diff)
 				}

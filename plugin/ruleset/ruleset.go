@@ -42,6 +42,10 @@ const DirectMark = 0x3a99
 // QUICPort is the UDP port that HTTP/3 uses (RFC 9114, section 3.1.2 leaves others to Alt-Svc).
 const QUICPort = 443
 
+// Revision is raised whenever a Ruleset is rendered as other rules than before: what an earlier version has installed is
+// replaced then.
+const Revision = 1
+
 // Ruleset says what is captured in one pod netns.
 type Ruleset struct {
 	// Interfaces are the pod's CNI interfaces. What comes in through them was not sent from
