@@ -108,6 +108,7 @@ func (s *drillScene) fillDisk() {
 	s.removePod(old)
 	fill() // what its record has left
 	s.succeed()
+	s.stake()
 	s.d.Kill()
 	s.start()
 	s.lasts()

@@ -39,8 +39,10 @@ func (s *drillScene) count(err error) {
 	case err == nil:
 	case errors.Is(err, syscall.ECONNREFUSED):
 		s.refused.Add(1)
-	case errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.EPIPE), errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+	case errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.EPIPE):
 		s.reset.Add(1)
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		s.ended.Add(1)
 	case strings.Contains(err.Error(), "not what was sent"):
 		s.wrong.Add(1)
 	default:
@@ -74,7 +76,10 @@ func (s *drillScene) stream(ctx context.Context, i int) {
 			}
 		}
 		_ = c.Close()
-		if err != nil {
+		switch {
+		case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+			s.ended.Add(1)
+		case err != nil:
 			s.streamsReset.Add(1)
 		}
 	}

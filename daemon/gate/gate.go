@@ -399,6 +399,10 @@ func (l *Listener) Accept(ctx context.Context) (*net.TCPConn, error) {
 	if err != nil || fd < 0 {
 		return nil, err
 	}
+	// Whatever ends it before it has been joined to another is no end of what its server had to say.
+	if err := resetOnClose(fd); err != nil {
+		return nil, errors.Join(err, unix.Close(fd))
+	}
 	f := os.NewFile(uintptr(fd), "captured") // blocking still, so that only the duplicate is polled
 	defer f.Close()                          //nolint:errcheck // FileConn made that duplicate
 	for {
@@ -412,7 +416,7 @@ func (l *Listener) Accept(ctx context.Context) (*net.TCPConn, error) {
 		select {
 		case <-time.After(10 * time.Millisecond):
 		case <-ctx.Done():
-			return nil, errors.Join(ctx.Err(), resetOnClose(fd))
+			return nil, ctx.Err()
 		}
 	}
 }
