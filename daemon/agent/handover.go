@@ -200,12 +200,11 @@ func (a *Agent) TakeOver(socket string) (taken func() error, err error) {
 	c, err := net.DialTimeout("unix", socket, answerPatience)
 	if errors.Is(err, unix.EAGAIN) { // so many have asked it already
 		a.giveUp(err)
+	}
+	conn, there := c.(*net.UnixConn)
+	if !there {
 		return nothing, nil
 	}
-	if err != nil {
-		return nothing, nil // nobody is there
-	}
-	conn := c.(*net.UnixConn)
 	taken, err = a.takeOver(conn)
 	if err == nil {
 		return taken, nil

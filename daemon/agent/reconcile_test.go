@@ -204,7 +204,7 @@ func TestBusyIsNotHung(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = waits.Close() })
-	go func() { _, _ = old.Agent.Attach(t.Context(), attachment(two, "eth0")) }() // Detached with its netns
+	go func() { _, _ = old.Attach(t.Context(), attachment(two, "eth0")) }() // Detached with its netns
 	<-deciding
 	time.AfterFunc(answerPatience+100*time.Millisecond, func() { close(decided) })
 
