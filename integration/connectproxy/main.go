@@ -21,7 +21,8 @@ func main() {
 	sluiced := flag.String("sockets", "", "take the sockets of pods from sluiced at this path, too")
 	flag.Parse()
 	if *sluiced != "" {
-		go func() { log.Fatalf("sluiced: %v", takeSockets(*sluiced, *quiet)) }()
+		t := &taker{path: *sluiced, quiet: *quiet}
+		go t.run()
 	}
 	fmt.Fprintln(os.Stderr, "connectproxy:", run(*listen, *quiet))
 	os.Exit(1)
