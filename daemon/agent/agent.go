@@ -31,9 +31,9 @@ const (
 )
 
 // evictAfter is how long somebody may go on to hold the capture port of a pod that was captured before, if it is not known
-// who: a proxy, which is about to return it; a daemon that has hung for longer than the one before this one lived; a
-// process in the pod.
-const evictAfter = 10 * time.Second
+// who: a daemon that has hung for longer than the one before this one lived, or a process in the pod. A proxy, which will
+// return it, has much longer: it may hang itself, and what waits then does so safely.
+const evictAfter, evictProxyAfter = 10 * time.Second, 2 * time.Minute
 
 // Upstream tells whether what accepts is there.
 type Upstream interface {
@@ -83,7 +83,7 @@ type Agent struct {
 	retired   chan struct{}                 // closed when another daemon has taken over
 	socket    *unixsock.Listener            // nil until Listen
 	hasty     bool                          // gates are to be open before anything else is seen to
-	evictFrom time.Time                     // from when on others that hold a capture port are taken for dead
+	evictFrom time.Time                     // from when on others that hold a capture port are taken for dead; zero for never
 	inherited map[attach.NetnsID][]*os.File // listeners that were handed over, or back
 
 	mu      sync.Mutex // guards the maps, and what is in a netns; held for moments
@@ -121,7 +121,6 @@ func New(source Source, store attach.Store, up Upstream, accept func(attach.Netn
 		source: source, store: store, upstream: up, accept: accept, log: log,
 		netns: map[attach.NetnsID]*netns{}, byID: map[attach.ID]*netns{}, told: map[string]string{},
 		retired: make(chan struct{}), inherited: map[attach.NetnsID][]*os.File{},
-		evictFrom: time.Now().Add(evictAfter),
 	}
 }
 

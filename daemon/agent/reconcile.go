@@ -148,6 +148,13 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
 // Begin opens the gates of what was captured before. Whether the source wants something else by now is for Run: to change
 // the rules of hundreds of pods takes many seconds, which neither connections nor the daemon before this one wait for.
 func (a *Agent) Begin(ctx context.Context) {
+	if a.evictFrom.IsZero() { // the one before this one does not hang
+		after := evictAfter
+		if a.Returning > 0 {
+			after = evictProxyAfter
+		}
+		a.evictFrom = time.Now().Add(after)
+	}
 	a.hasty = true
 	a.Reconcile(ctx)
 	a.hasty = false
@@ -156,7 +163,7 @@ func (a *Agent) Begin(ctx context.Context) {
 // reopen opens the gate of an attachment that was captured before, in the place of whoever has held it for long enough.
 func (a *Agent) reopen(n *netns, at attach.Attachment, r ruleset.Ruleset) error {
 	err := a.open(n, at, r)
-	if !errors.Is(err, unix.EADDRINUSE) || time.Now().Before(a.evictFrom) {
+	if !errors.Is(err, unix.EADDRINUSE) || a.evictFrom.IsZero() || time.Now().Before(a.evictFrom) {
 		return err
 	}
 	ours := n.gate
