@@ -139,14 +139,15 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
 			return err
 		}
 	}
-	if a.hasty {
+	if a.hasty && r.State != attach.Provisional {
 		return nil
 	}
 	return a.settle(ctx, n, r)
 }
 
-// Begin opens the gates of what was captured before. Whether the source wants something else by now is for Run: to change
-// the rules of hundreds of pods takes many seconds, which neither connections nor the daemon before this one wait for.
+// Begin opens the gates of what was captured before, and settles what was captured provisionally. Whether the source wants
+// something else by now of what was settled is for Run: to change the rules of hundreds of pods takes many seconds, which
+// neither connections nor the daemon before this one wait for.
 func (a *Agent) Begin(ctx context.Context) {
 	if a.evictFrom.IsZero() { // the one before this one does not hang
 		after := evictAfter
