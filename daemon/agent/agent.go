@@ -82,7 +82,6 @@ type Agent struct {
 	handing   sync.RWMutex
 	retired   chan struct{}                 // closed when another daemon has taken over
 	socket    *unixsock.Listener            // nil until Listen
-	hasty     bool                          // gates are to be open before anything else is seen to
 	evictFrom time.Time                     // from when on others that hold a capture port are taken for dead; zero for never
 	inherited map[attach.NetnsID][]*os.File // listeners that were handed over, or back
 

@@ -22,11 +22,11 @@ import (
 // whose netns is gone.
 func (a *Agent) Reconcile(ctx context.Context) {
 	a.yield() // first: nothing is to be taken from the other
-	a.handing.RLock()
-	defer a.handing.RUnlock()
-	if a.isRetired() {
-		return
-	}
+	a.unlessRetired(func() { a.reconcile(ctx, false) })
+}
+
+// reconcile is hasty if gates are to be open before anything else is seen to.
+func (a *Agent) reconcile(ctx context.Context, hasty bool) {
 	a.dropGone()
 	a.closeUnused(ctx)
 	a.mu.Lock()
@@ -43,7 +43,7 @@ func (a *Agent) Reconcile(ctx context.Context) {
 	a.watched = changed // before the records are acted upon: what is written meanwhile is for the next time
 	a.mu.Unlock()
 	for _, r := range records {
-		err := a.takeUp(ctx, r)
+		err := a.takeUp(ctx, r, hasty)
 		a.note(r, err)
 		if err != nil {
 			a.look()
@@ -111,7 +111,7 @@ func isGone(path string, id attach.NetnsID) bool {
 }
 
 // takeUp brings what is held in line with a record that somebody else wrote.
-func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
+func (a *Agent) takeUp(ctx context.Context, r attach.Record, hasty bool) error {
 	if a.inLine(r) {
 		return nil
 	}
@@ -139,7 +139,7 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record) error {
 			return err
 		}
 	}
-	if a.hasty && r.State != attach.Provisional {
+	if hasty && r.State != attach.Provisional {
 		return nil
 	}
 	return a.settle(ctx, n, r)
@@ -156,9 +156,7 @@ func (a *Agent) Begin(ctx context.Context) {
 		}
 		a.evictFrom = time.Now().Add(after)
 	}
-	a.hasty = true
-	a.Reconcile(ctx)
-	a.hasty = false
+	a.unlessRetired(func() { a.reconcile(ctx, true) })
 }
 
 // reopen opens the gate of an attachment that was captured before, in the place of whoever has held it for long enough.
@@ -326,7 +324,7 @@ func (a *Agent) unlessRetired(do func()) {
 }
 
 func (a *Agent) reconsider(ctx context.Context, r attach.Record) {
-	err := a.takeUp(ctx, r) // what has failed before
+	err := a.takeUp(ctx, r, false) // what has failed before
 	if err == nil {
 		err = a.again(ctx, r)
 	}

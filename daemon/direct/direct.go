@@ -125,10 +125,7 @@ func newExempt(dst netip.AddrPort) (*os.File, flow, error) {
 
 // bind makes a socket that nobody else can have the port of.
 func bind(src netip.Addr, dst netip.AddrPort) (*os.File, flow, error) {
-	family := unix.AF_INET6
-	if src.Is4() {
-		family = unix.AF_INET
-	}
+	family, anyPort := gate.Sockaddr(netip.AddrPortFrom(src, 0))
 	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, flow{}, fmt.Errorf("socket: %w", err)
@@ -141,14 +138,14 @@ func bind(src netip.Addr, dst netip.AddrPort) (*os.File, flow, error) {
 	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
 		return fail("SO_LINGER", err)
 	}
-	if err := unix.Bind(fd, sockaddr(netip.AddrPortFrom(src, 0))); err != nil {
+	if err := unix.Bind(fd, anyPort); err != nil {
 		return fail("bind to "+src.String(), err)
 	}
 	bound, err := unix.Getsockname(fd)
 	if err != nil {
 		return fail("getsockname", err)
 	}
-	return s, flow{netip.AddrPortFrom(src, port(bound)), dst}, nil
+	return s, flow{gate.AddrPort(bound), dst}, nil
 }
 
 // connect returns when s is connected, or at its deadline.
@@ -157,9 +154,10 @@ func connect(s *os.File, dst netip.AddrPort) error {
 	if err != nil {
 		return err
 	}
+	_, to := gate.Sockaddr(dst)
 	// Asked again, the kernel tells what has become of it.
 	werr := raw.Write(func(fd uintptr) bool {
-		err = unix.Connect(int(fd), sockaddr(dst))
+		err = unix.Connect(int(fd), to)
 		return !errors.Is(err, unix.EINPROGRESS) && !errors.Is(err, unix.EALREADY)
 	})
 	if werr != nil {
@@ -184,21 +182,4 @@ func disconnect(s *os.File) error {
 		return fmt.Errorf("disconnecting: %w", errno)
 	}
 	return cerr
-}
-
-func sockaddr(a netip.AddrPort) unix.Sockaddr {
-	if a.Addr().Is4() {
-		return &unix.SockaddrInet4{Addr: a.Addr().As4(), Port: int(a.Port())}
-	}
-	return &unix.SockaddrInet6{Addr: a.Addr().As16(), Port: int(a.Port())}
-}
-
-func port(a unix.Sockaddr) uint16 {
-	switch a := a.(type) {
-	case *unix.SockaddrInet4:
-		return uint16(a.Port)
-	case *unix.SockaddrInet6:
-		return uint16(a.Port)
-	}
-	return 0
 }

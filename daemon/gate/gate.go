@@ -234,13 +234,26 @@ func (l *Listener) boundTo() (netip.AddrPort, error) {
 	if cerr := l.control(func(fd int) { at, err = unix.Getsockname(fd) }); cerr != nil {
 		return netip.AddrPort{}, cerr
 	}
-	switch at := at.(type) {
-	case *unix.SockaddrInet4:
-		return netip.AddrPortFrom(netip.AddrFrom4(at.Addr), uint16(at.Port)), nil
-	case *unix.SockaddrInet6:
-		return netip.AddrPortFrom(netip.AddrFrom16(at.Addr), uint16(at.Port)), nil
+	return AddrPort(at), err
+}
+
+// Sockaddr is how the kernel is told of an address, and of which family that is.
+func Sockaddr(a netip.AddrPort) (family int, _ unix.Sockaddr) {
+	if a.Addr().Is4() {
+		return unix.AF_INET, &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
 	}
-	return netip.AddrPort{}, err
+	return unix.AF_INET6, &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
+}
+
+// AddrPort is what Sockaddr was made of; the zero value if it is of neither family.
+func AddrPort(a unix.Sockaddr) netip.AddrPort {
+	switch a := a.(type) {
+	case *unix.SockaddrInet4:
+		return netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port))
+	case *unix.SockaddrInet6:
+		return netip.AddrPortFrom(netip.AddrFrom16(a.Addr), uint16(a.Port))
+	}
+	return netip.AddrPort{}
 }
 
 // Discard shuts and closes listeners that nobody made a gate of.
@@ -264,11 +277,7 @@ func (g *Gate) deadline(t time.Time) error {
 }
 
 func listen(at netip.AddrPort) (*Listener, error) {
-	family := unix.AF_INET6
-	var to unix.Sockaddr = &unix.SockaddrInet6{Port: int(at.Port()), Addr: at.Addr().As16()}
-	if at.Addr().Is4() {
-		family, to = unix.AF_INET, &unix.SockaddrInet4{Port: int(at.Port()), Addr: at.Addr().As4()}
-	}
+	family, to := Sockaddr(at)
 	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("socket: %w", err)

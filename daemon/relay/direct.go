@@ -55,8 +55,6 @@ func whileThere(ctx context.Context, conn *net.TCPConn) (_ context.Context, done
 	}()
 	return ctx, func() {
 		cancel()
-		_ = conn.SetReadDeadline(time.Unix(1, 0)) // ends untilEnded
-		<-watched
-		_ = conn.SetReadDeadline(time.Time{})
+		unwatch(conn, watched)
 	}
 }

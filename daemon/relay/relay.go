@@ -326,9 +326,7 @@ func (r *Relay) ask(ctx context.Context, conn *net.TCPConn, req upstream.Request
 		})
 	})
 	if patience != nil && !patience.Stop() {
-		_ = conn.SetReadDeadline(time.Unix(1, 0)) // ends untilEnded
-		<-watched
-		_ = conn.SetReadDeadline(time.Time{})
+		unwatch(conn, watched)
 	}
 	return up, first, err
 }
@@ -392,6 +390,13 @@ func untilEnded(conn *net.TCPConn) bool {
 		info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 		return err != nil || info.State == tcpClose
 	}) == nil
+}
+
+// unwatch ends untilEnded, and returns when whoever has called that is done.
+func unwatch(conn *net.TCPConn, done <-chan struct{}) {
+	_ = conn.SetReadDeadline(time.Unix(1, 0)) // fails only on a closed connection
+	<-done
+	_ = conn.SetReadDeadline(time.Time{})
 }
 
 func tcpInfo(conn *net.TCPConn) (info *unix.TCPInfo, err error) {
