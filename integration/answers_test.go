@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // badGateway is mitmproxy's answer to CONNECT when it could not connect, with the reason as Python puts it.
@@ -24,10 +24,10 @@ func socksReply(code byte) string {
 }
 
 // withUpstream is a node whose upstream speaks protocol.
-func withUpstream(t *testing.T, protocol string) *netns.Node {
+func withUpstream(t *testing.T, protocol string) *testbed.Node {
 	t.Helper()
-	n := netns.NewNode(t, bin)
-	n.Config["upstream"] = map[string]any{"address": netns.ProxyAddress, "protocol": protocol}
+	n := testbed.NewNode(t, bin)
+	n.Config["upstream"] = map[string]any{"address": testbed.ProxyAddress, "protocol": protocol}
 	return n
 }
 
@@ -50,7 +50,7 @@ func TestConnectionsWaitForABetterAnswer(t *testing.T) {
 			pod := n.AddPod("patient")
 			const count = 10
 			outcome := clients(patience(t), count, random(64<<10), pod.Host)
-			netns.Eventually(t, "the upstream is asked again and again", func() bool { return proxy.asked.Load() >= 4*count })
+			testbed.Eventually(t, "the upstream is asked again and again", func() bool { return proxy.asked.Load() >= 4*count })
 			if got := d.Of(pod).Waiting; got != count || len(outcome) != 0 || seen.Load() != 0 {
 				t.Errorf("%d connections wait, %d have ended, %d have arrived; want all %d to wait", got, len(outcome), seen.Load(), count)
 			}
@@ -82,24 +82,24 @@ func TestMisconfiguredUpstreamIsSaid(t *testing.T) {
 			pod := n.AddPod("patient")
 			const count = 6
 			outcome := clients(patience(t), count, random(200), pod.Host)
-			netns.Eventually(t, "the upstream is asked again", func() bool { return proxy.asked.Load() >= 2*count })
+			testbed.Eventually(t, "the upstream is asked again", func() bool { return proxy.asked.Load() >= 2*count })
 			wantSaid(t, n, d, c.said)
 			if got := d.Of(pod).Waiting; got != count || len(outcome) != 0 {
 				t.Errorf("%d connections wait, %d have ended; want all %d to wait", got, len(outcome), count)
 			}
 			proxy.mend()
 			allWell(t, outcome, count)
-			netns.Eventually(t, "no more is said of it", func() bool { return d.Status().Upstream.Reason == "" })
-			netns.Eventually(t, "but that it is well", func() bool { return strings.Contains(d.Log(), "upstream answers as it should again") })
+			testbed.Eventually(t, "no more is said of it", func() bool { return d.Status().Upstream.Reason == "" })
+			testbed.Eventually(t, "but that it is well", func() bool { return strings.Contains(d.Log(), "upstream answers as it should again") })
 		})
 	}
 }
 
 // wantSaid fails the test unless the daemon says in its log, once, and in its status what is wrong with the upstream.
-func wantSaid(t *testing.T, n *netns.Node, d *netns.Daemon, what string) {
+func wantSaid(t *testing.T, n *testbed.Node, d *testbed.Daemon, what string) {
 	t.Helper()
 	var said []string
-	netns.Eventually(t, "the log says what is wrong", func() bool { // the status may be quicker
+	testbed.Eventually(t, "the log says what is wrong", func() bool { // the status may be quicker
 		said = nil
 		for line := range strings.Lines(d.Log()) {
 			if strings.Contains(line, "connections wait until this is mended") {
@@ -142,7 +142,7 @@ func TestUnreachableDestinationIsAReset(t *testing.T) {
 				t.Errorf("the upstream was asked %d times, want once for each connection", got)
 			}
 			if s := d.Status().Upstream; !s.Ready || s.Reason != "" {
-				t.Errorf("got %s, want an upstream that is well", netns.JSON(s))
+				t.Errorf("got %s, want an upstream that is well", testbed.JSON(s))
 			}
 		})
 	}
@@ -160,7 +160,7 @@ func TestClosedPortBehindMitmproxyIsAReset(t *testing.T) {
 			n.StartMitmdump("--mode", m.mode)
 			n.StartDaemon()
 			pod := n.AddPod("unlucky")
-			for _, ip := range []string{netns.WorldIPv4, netns.WorldIPv6} {
+			for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
 				wantReset(t, pod.Host, net.JoinHostPort(ip, "81"))
 			}
 		})
@@ -182,7 +182,7 @@ func TestMitmproxyThatWantsAPassword(t *testing.T) {
 				_, err := get(patience(t), client(pod.Host), "http://"+web)
 				page <- err
 			}()
-			netns.Eventually(t, "the daemon knows what is wrong", func() bool { return d.Status().Upstream.Reason != "" })
+			testbed.Eventually(t, "the daemon knows what is wrong", func() bool { return d.Status().Upstream.Reason != "" })
 			wantSaid(t, n, d, "wants a user and a password")
 			if got := d.Of(pod).Waiting; got != 1 || len(page) != 0 {
 				t.Errorf("%d requests wait, %d have ended; want one to wait", got, len(page))
@@ -196,7 +196,7 @@ func TestMitmproxyThatWantsAPassword(t *testing.T) {
 
 func TestMitmproxyOutOfDescriptors(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	serveHTTP(n, web)
 	proxy := n.StartMitmdump()
 	d := n.StartDaemon()
@@ -206,7 +206,7 @@ func TestMitmproxyOutOfDescriptors(t *testing.T) {
 		t.Fatal(err)
 	}
 	// On the daemon's spare connection mitmproxy can be asked even when it can accept no other.
-	netns.Eventually(t, "mitmproxy has accepted the spare connection", func() bool {
+	testbed.Eventually(t, "mitmproxy has accepted the spare connection", func() bool {
 		log := proxy.Log()
 		return strings.Count(log, "client connect") == strings.Count(log, "client disconnect")+1
 	})
@@ -216,7 +216,7 @@ func TestMitmproxyOutOfDescriptors(t *testing.T) {
 		_, err := get(patience(t), client(pod.Host), "http://"+web)
 		page <- err
 	}()
-	netns.Eventually(t, "mitmproxy cannot connect", func() bool {
+	testbed.Eventually(t, "mitmproxy cannot connect", func() bool {
 		return strings.Contains(proxy.Log(), "error establishing server connection: [Errno 24]")
 	})
 	notYet(t, page)

@@ -9,7 +9,7 @@ import (
 	"os"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 const (
@@ -39,7 +39,7 @@ func TestBulkDataStaysInTheKernel(t *testing.T) {
 			startAnsweringProxy(n, protocol, "").mend()
 			d := n.StartDaemon()
 			pod := n.AddPod("big")
-			for _, ip := range []string{netns.WorldIPv4, netns.WorldIPv6} {
+			for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
 				before := copiedBy(t, d.Pid())
 				download(t, pod.Host, net.JoinHostPort(ip, downloadPort))
 				upload(t, pod.Host, net.JoinHostPort(ip, uploadPort))
@@ -68,7 +68,7 @@ func sendBulk(c net.Conn) ([]byte, error) {
 }
 
 // download wants bulkSize bytes and then their sum.
-func download(t *testing.T, h *netns.Host, address string) {
+func download(t *testing.T, h *testbed.Host, address string) {
 	t.Helper()
 	c := mustOpen(t, h, address)
 	sum := sha256.New()
@@ -81,7 +81,7 @@ func download(t *testing.T, h *netns.Host, address string) {
 }
 
 // upload sends bulkSize bytes and wants their sum back.
-func upload(t *testing.T, h *netns.Host, address string) {
+func upload(t *testing.T, h *testbed.Host, address string) {
 	t.Helper()
 	c := mustOpen(t, h, address)
 	sum, err := sendBulk(c)

@@ -10,17 +10,17 @@ import (
 	"testing"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 // command runs sluiced on the node and returns what it prints.
-func command(n *netns.Node, args ...string) (string, error) {
+func command(n *testbed.Node, args ...string) (string, error) {
 	// The race detector sleeps for a second at the end of every program, for reports of threads that still run.
 	return n.TryExec("env", append([]string{"GORACE=atexit_sleep_ms=0", filepath.Join(bin, "sluiced")}, args...)...)
 }
 
-func mustCommand(t *testing.T, n *netns.Node, args ...string) string {
+func mustCommand(t *testing.T, n *testbed.Node, args ...string) string {
 	t.Helper()
 	out, err := command(n, args...)
 	if err != nil {
@@ -31,7 +31,7 @@ func mustCommand(t *testing.T, n *netns.Node, args ...string) string {
 
 func TestStatusCommand(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	n.World.Serve(web, func(c net.Conn) { _, _ = io.Copy(c, c) })
 	d := n.StartDaemon()
 	socket := "--agent-socket=" + n.AgentSocket()
@@ -47,14 +47,14 @@ func TestStatusCommand(t *testing.T) {
 		defer c.Close() //nolint:errcheck // the test ends
 		conns = append(conns, c)
 	}
-	netns.Eventually(t, "three connections wait", func() bool { return d.Of(pod).Waiting == 3 })
-	row := func(p *netns.Pod) string { return tableRow(t, mustCommand(t, n, "status", socket), p) }
-	short := func(p *netns.Pod) string { return p.ID[:12] + "/eth0" }
+	testbed.Eventually(t, "three connections wait", func() bool { return d.Of(pod).Waiting == 3 })
+	row := func(p *testbed.Pod) string { return tableRow(t, mustCommand(t, n, "status", socket), p) }
+	short := func(p *testbed.Pod) string { return p.ID[:12] + "/eth0" }
 	if got, want := row(pod), pod.String()+" "+short(pod)+" captured 3 0 0"; got != want {
 		t.Errorf("while the upstream is late the table has %q, want %q", got, want)
 	}
 
-	startRecordingProxy(n, netns.ProxyAddress)
+	startRecordingProxy(n, testbed.ProxyAddress)
 	const message = 1500
 	for _, c := range conns[:2] {
 		b := bytes.Repeat([]byte("x"), message)
@@ -66,7 +66,7 @@ func TestStatusCommand(t *testing.T) {
 		}
 	}
 	want := pod.String() + " " + short(pod) + " captured 0 3 6.0k"
-	netns.Eventually(t, "all three are open", func() bool { return d.Of(pod).Open == 3 })
+	testbed.Eventually(t, "all three are open", func() bool { return d.Of(pod).Open == 3 })
 	if got := row(pod); got != want {
 		t.Errorf("after two messages and their echoes the table has %q, want %q", got, want)
 	}
@@ -82,12 +82,12 @@ func TestStatusCommand(t *testing.T) {
 		t.Fatal(err)
 	}
 	if len(s.Attachments) != 2 || s.Attachments[0].Open != 3 || s.Attachments[0].Bytes != 4*message || !s.Upstream.Ready {
-		t.Errorf("as JSON: %s", netns.JSON(s))
+		t.Errorf("as JSON: %s", testbed.JSON(s))
 	}
 }
 
 // tableRow is a pod's line in the table, its words one space apart.
-func tableRow(t *testing.T, table string, p *netns.Pod) string {
+func tableRow(t *testing.T, table string, p *testbed.Pod) string {
 	t.Helper()
 	const header = "POD ATTACHMENT STATE WAITING OPEN BYTES"
 	headed := false
@@ -104,7 +104,7 @@ func tableRow(t *testing.T, table string, p *netns.Pod) string {
 
 func TestStatusCommandWithoutDaemon(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	out, err := command(n, "status", "--agent-socket="+n.AgentSocket())
 	if err == nil {
 		t.Error("it ended with success")
@@ -115,10 +115,10 @@ func TestStatusCommandWithoutDaemon(t *testing.T) {
 // TestStatusOfProvisionalPod: before the daemon's first answer everything is settled.
 func TestStatusOfProvisionalPod(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	pod := n.AddPod("early")
 	if r := n.Records(); len(r) != 1 || r[0].State != attach.Provisional {
-		t.Errorf("recorded: %s", netns.JSON(r))
+		t.Errorf("recorded: %s", testbed.JSON(r))
 	}
 	n.StartDaemon()
 	wantText(t, tableRow(t, mustCommand(t, n, "status", "--agent-socket="+n.AgentSocket()), pod), " captured 0 0 0$")
@@ -126,11 +126,11 @@ func TestStatusOfProvisionalPod(t *testing.T) {
 
 func TestWaitCommandGivesUp(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	look := map[string][]string{
 		"without the daemon": {"--agent-socket=" + filepath.Join(n.Dir, "not.sock")},
 		"with the daemon":    {"--agent-socket=" + n.AgentSocket()},
-		"by itself":          {"--address=" + netns.ProxyAddress},
+		"by itself":          {"--address=" + testbed.ProxyAddress},
 	}
 	why := map[string]string{
 		"without the daemon": "sluiced does not answer",
@@ -160,11 +160,11 @@ func TestWaitCommandGivesUp(t *testing.T) {
 
 func TestWaitCommandSeesTheUpstreamCome(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
-	var waiting []*netns.Program
-	for _, how := range []string{"--agent-socket=" + n.AgentSocket(), "--address=" + netns.ProxyAddress} {
+	n := testbed.NewNode(t, bin)
+	var waiting []*testbed.Program
+	for _, how := range []string{"--agent-socket=" + n.AgentSocket(), "--address=" + testbed.ProxyAddress} {
 		for _, timeout := range []string{"60s", "0"} {
-			waiting = append(waiting, netns.Launch(n.Host, filepath.Join(bin, "sluiced"), "wait", "--timeout="+timeout, how))
+			waiting = append(waiting, testbed.Launch(n.Host, filepath.Join(bin, "sluiced"), "wait", "--timeout="+timeout, how))
 		}
 	}
 	n.StartDaemon() // later than those who wait
@@ -174,9 +174,9 @@ func TestWaitCommandSeesTheUpstreamCome(t *testing.T) {
 			t.Errorf("it ended before there was an upstream: %s", w.Log())
 		}
 	}
-	startRecordingProxy(n, netns.ProxyAddress)
+	startRecordingProxy(n, testbed.ProxyAddress)
 	for _, w := range waiting {
-		netns.Eventually(t, "it ends", w.Ended)
+		testbed.Eventually(t, "it ends", w.Ended)
 		wantText(t, w.Log(), "upstream is there, after")
 	}
 	mustCommand(t, n, "wait", "--agent-socket="+n.AgentSocket()) // with the upstream there
@@ -185,13 +185,13 @@ func TestWaitCommandSeesTheUpstreamCome(t *testing.T) {
 // TestWaitCommandCanBeInterrupted: a pod that is told to end while it waits ends.
 func TestWaitCommandCanBeInterrupted(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	l, err := net.Listen("unix", n.AgentSocket())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer l.Close() //nolint:errcheck // it says nothing
-	w := netns.Launch(n.Host, filepath.Join(bin, "sluiced"), "wait", "--on-timeout=proceed", "--agent-socket="+n.AgentSocket())
+	w := testbed.Launch(n.Host, filepath.Join(bin, "sluiced"), "wait", "--on-timeout=proceed", "--agent-socket="+n.AgentSocket())
 	c, err := l.Accept() // it has come to that, so it listens to signals
 	if err != nil {
 		t.Fatal(err)
@@ -204,7 +204,7 @@ func TestWaitCommandCanBeInterrupted(t *testing.T) {
 // TestHelp: every command says what it is for.
 func TestHelp(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	for _, args := range [][]string{{"--help"}, {"run", "--help"}, {"status", "--help"}, {"wait", "--help"}, {"install", "--help"}, {"uninstall", "--help"}} {
 		wantText(t, mustCommand(t, n, args...), `Usage:\s+sluiced`)
 	}

@@ -6,7 +6,7 @@ import (
 	"net"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // TestBytesOfServersThatSpeakAtOnceAreCounted: what they say arrives with the upstream's answer, or right behind it.
@@ -33,7 +33,7 @@ func TestBytesOfServersThatSpeakAtOnceAreCounted(t *testing.T) {
 				}
 				return errors.Join(err, c.Close())
 			})
-			netns.Eventually(t, "all connections have ended", func() bool { return d.Of(pod).Open == 0 })
+			testbed.Eventually(t, "all connections have ended", func() bool { return d.Of(pod).Open == 0 })
 			if got, want := d.Of(pod).Bytes, uint64(count*len(speech)); got != want {
 				t.Errorf("the daemon counts %d bytes, want %d", got, want)
 			}

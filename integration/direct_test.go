@@ -16,7 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // direct are the annotations of a pod whose connections wait for no longer than they have to.
@@ -32,7 +32,7 @@ var endings = map[string]func(*net.TCPConn){
 }
 
 // servePeers tells, in the world, the address and the port that a connection comes from.
-func servePeers(n *netns.Node) {
+func servePeers(n *testbed.Node) {
 	for port, end := range endings {
 		n.World.Serve(":"+port, func(c net.Conn) {
 			fmt.Fprintln(c, c.RemoteAddr())
@@ -42,7 +42,7 @@ func servePeers(n *netns.Node) {
 }
 
 // peerFrom connects from h, from one port if that is not 0, and returns what the server saw, and the port.
-func peerFrom(ctx context.Context, h *netns.Host, address string, port uint16) (seen netip.AddrPort, own uint16, err error) {
+func peerFrom(ctx context.Context, h *testbed.Host, address string, port uint16) (seen netip.AddrPort, own uint16, err error) {
 	var c net.Conn
 	err = h.Do(func() (err error) {
 		d := net.Dialer{LocalAddr: &net.TCPAddr{Port: int(port)}, Control: func(_, _ string, raw syscall.RawConn) error {
@@ -91,25 +91,25 @@ func TestDirect(t *testing.T) {
 				pod := f.addPod(t, n, "hasty", annotated(n, direct))
 				nested := pod.Nested()
 				var wg sync.WaitGroup
-				for _, h := range []*netns.Host{pod.Host, nested} {
-					wg.Go(func() { wantCaller(t, h, net.JoinHostPort(netns.WorldIPv4, "80"), pod.IPv4) })
-					wg.Go(func() { wantCaller(t, h, net.JoinHostPort(netns.WorldIPv6, "80"), pod.IPv6) })
+				for _, h := range []*testbed.Host{pod.Host, nested} {
+					wg.Go(func() { wantCaller(t, h, net.JoinHostPort(testbed.WorldIPv4, "80"), pod.IPv4) })
+					wg.Go(func() { wantCaller(t, h, net.JoinHostPort(testbed.WorldIPv6, "80"), pod.IPv6) })
 				}
 				allWell(t, clients(patience(t), 4, random(3<<20), pod.Host), 4)
 				wg.Wait()
-				netns.Eventually(t, "they are counted", func() bool {
+				testbed.Eventually(t, "they are counted", func() bool {
 					metrics, err := get(patience(t), client(n.Host), "http://127.0.0.1:15090/metrics")
 					return err == nil && strings.Contains(metrics, "\nsluice_direct_connections_total 8\n")
 				})
 				wantText(t, d.Log(), `level=WARN msg="connections went to their destinations WITHOUT the upstream: they had waited for it for too long"`)
-				netns.Eventually(t, "nothing is open any more", func() bool { return d.Of(pod).Open == 0 })
+				testbed.Eventually(t, "nothing is open any more", func() bool { return d.Of(pod).Open == 0 })
 				if got := waiting(d, patient); got != 2 {
 					t.Errorf("%d connections of the other pod wait, want 2", got)
 				}
 				start()
 				allWell(t, waits, 2)
-				wantCaller(t, pod.Host, net.JoinHostPort(netns.WorldIPv4, "80"), "198.51.100.1")
-				wantCaller(t, pod.Host, net.JoinHostPort(netns.WorldIPv6, "80"), "2001:db8::1")
+				wantCaller(t, pod.Host, net.JoinHostPort(testbed.WorldIPv4, "80"), "198.51.100.1")
+				wantCaller(t, pod.Host, net.JoinHostPort(testbed.WorldIPv6, "80"), "2001:db8::1")
 			})
 		}
 	}
@@ -122,21 +122,21 @@ func TestDirectIsNobodyElses(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			servePeers(n)
 			n.StartDaemon()
 			pod := f.addPod(t, n, "pod", annotated(n, direct))
 			var wg sync.WaitGroup
 			for port := range endings {
-				wg.Go(func() { takeOverPort(t, pod, net.JoinHostPort(netns.WorldIPv4, port), pod.IPv4) })
-				wg.Go(func() { takeOverPort(t, pod, net.JoinHostPort(netns.WorldIPv6, port), pod.IPv6) })
+				wg.Go(func() { takeOverPort(t, pod, net.JoinHostPort(testbed.WorldIPv4, port), pod.IPv4) })
+				wg.Go(func() { takeOverPort(t, pod, net.JoinHostPort(testbed.WorldIPv6, port), pod.IPv6) })
 			}
 			wg.Wait()
 		})
 	}
 }
 
-func takeOverPort(t *testing.T, pod *netns.Pod, address, ip string) {
+func takeOverPort(t *testing.T, pod *testbed.Pod, address, ip string) {
 	seen, port, err := peerFrom(patience(t), pod.Host, address, 0)
 	if err != nil {
 		t.Error(err)
@@ -163,19 +163,19 @@ func TestSYNOfAKnownConnectionStays(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			servePeers(n)
 			startConnectProxy(n)
 			n.StartDaemon()
 			pod := f.addPod(t, n, "pod", nil)
 			nested := pod.Nested()
 			for _, from := range []struct {
-				host     *netns.Host
+				host     *testbed.Host
 				src, dst string
 			}{
-				{pod.Host, pod.IPv4, netns.WorldIPv4},
-				{pod.Host, pod.IPv6, netns.WorldIPv6},
-				{nested, "172.30.0.2", netns.WorldIPv4},
+				{pod.Host, pod.IPv4, testbed.WorldIPv4},
+				{pod.Host, pod.IPv6, testbed.WorldIPv6},
+				{nested, "172.30.0.2", testbed.WorldIPv4},
 			} {
 				pod.Exec("conntrack", "-I", "-p", "tcp", "-s", from.src, "-d", from.dst, "--sport", "4000", "--dport", "1113",
 					"--state", "ESTABLISHED", "-u", "SEEN_REPLY,ASSURED", "-t", "60")
@@ -195,11 +195,11 @@ func TestSYNOfAKnownConnectionStays(t *testing.T) {
 // TestDirectEnds: what cannot go direct is reset; halves and resets are passed on.
 func TestDirectEnds(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	d := n.StartDaemon()
 	pod := flavours[0].addPod(t, n, "pod", annotated(n, direct))
-	for what, address := range map[string]string{"refused": netns.WorldIPv4 + ":81", "unreachable": "203.0.113.1:80"} {
+	for what, address := range map[string]string{"refused": testbed.WorldIPv4 + ":81", "unreachable": "203.0.113.1:80"} {
 		c, err := pod.Dial(patience(t), "tcp", address)
 		if err != nil {
 			t.Fatalf("%s: %v", what, err)
@@ -219,8 +219,8 @@ func TestDirectEnds(t *testing.T) {
 	if got, err := readAll(patience(t), c); got != "all of it" || err != nil {
 		t.Errorf("got %q, %v after the end of one half", got, err)
 	}
-	server := accepted(t, n, netns.WorldIPv4+":82")
-	gone := mustOpen(t, pod.Host, netns.WorldIPv4+":82")
+	server := accepted(t, n, testbed.WorldIPv4+":82")
+	gone := mustOpen(t, pod.Host, testbed.WorldIPv4+":82")
 	there := <-server
 	if err := gone.SetLinger(0); err != nil {
 		t.Fatal(err)
@@ -229,7 +229,7 @@ func TestDirectEnds(t *testing.T) {
 	if _, err := readAll(patience(t), there); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("got %v, want the app's reset", err)
 	}
-	netns.Eventually(t, "nothing is open any more", func() bool { return d.Of(pod).Open == 0 })
+	testbed.Eventually(t, "nothing is open any more", func() bool { return d.Of(pod).Open == 0 })
 }
 
 // TestDirectAndRestarts: a hand-over does not end what goes direct, and the next daemon has the same policy.

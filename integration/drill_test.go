@@ -14,7 +14,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 var (
@@ -68,11 +68,11 @@ type drillScene struct {
 	t      *testing.T
 	size   drillSize
 	random *rand.Rand // for the one goroutine that has things happen
-	n      *netns.Node
-	d      *netns.Daemon
-	proxy  *netns.Program
-	launch func() *netns.Program
-	pods   []*netns.Pod
+	n      *testbed.Node
+	d      *testbed.Daemon
+	proxy  *testbed.Program
+	launch func() *testbed.Program
+	pods   []*testbed.Pod
 
 	happened int
 	over     time.Time     // when the last that happened was over
@@ -163,13 +163,13 @@ func newDrillScene(t *testing.T, protocol string, size drillSize, random *rand.R
 	s := &drillScene{t: t, size: size, random: random}
 	if protocol == "sockets" {
 		s.n = newSocketsNode(t)
-		s.launch = func() *netns.Program { return launchAddon(s.n, "--set", "ignore_hosts=.*", "--quiet") }
+		s.launch = func() *testbed.Program { return launchAddon(s.n, "--set", "ignore_hosts=.*", "--quiet") }
 		if *long { // mitmdump bears a tenth of the load
-			s.launch = func() *netns.Program { return startConnectProxy(s.n, "-quiet", "-sockets", s.n.ProxySocket()) }
+			s.launch = func() *testbed.Program { return startConnectProxy(s.n, "-quiet", "-sockets", s.n.ProxySocket()) }
 		}
 	} else {
-		s.n = netns.NewNode(t, bin)
-		s.launch = func() *netns.Program { return startConnectProxy(s.n, "-quiet") }
+		s.n = testbed.NewNode(t, bin)
+		s.launch = func() *testbed.Program { return startConnectProxy(s.n, "-quiet") }
 	}
 	s.n.Exec("sysctl", "-qw", "net.ipv4.tcp_tw_reuse=1") // the proxy has ports for less than a minute of this otherwise
 	s.n.LogLevel = "INFO"
@@ -180,8 +180,8 @@ func newDrillScene(t *testing.T, protocol string, size drillSize, random *rand.R
 	}
 	s.proxy = s.launch()
 	s.start()
-	netns.Eventually(t, "the daemon is ready", func() bool { return s.d.Status().NotReady == "" }) // it has installed itself
-	for i := range 4 {                                                                             // an address has ports for some 28,000 connections that have ended
+	testbed.Eventually(t, "the daemon is ready", func() bool { return s.d.Status().NotReady == "" }) // it has installed itself
+	for i := range 4 {                                                                               // an address has ports for some 28,000 connections that have ended
 		s.pods = append(s.pods, s.addPod("pod"+strconv.Itoa(i)))
 	}
 	return s
@@ -190,7 +190,7 @@ func newDrillScene(t *testing.T, protocol string, size drillSize, random *rand.R
 // run has it happen under load, and wants everything to be as before once the load has gone.
 func (s *drillScene) run(dr drill, protocol string) []any {
 	t := s.t
-	netns.Eventually(t, "the upstream is there", s.ready)
+	testbed.Eventually(t, "the upstream is there", s.ready)
 	for _, p := range s.pods { // all code has run once
 		allWell(t, clients(patience(t), 4, random(100), p.Host), 4)
 	}
@@ -202,7 +202,7 @@ func (s *drillScene) run(dr drill, protocol string) []any {
 	}
 	s.underLoad(dr.happen, s.size.times)
 	var after drillState
-	netns.Eventually(t, "nothing is leaked", func() bool { // Go's pool of pipes goes with its garbage
+	testbed.Eventually(t, "nothing is leaked", func() bool { // Go's pool of pipes goes with its garbage
 		after = s.state()
 		return after.descriptors <= before.descriptors+5 && after.goroutines <= before.goroutines+5
 	})
@@ -259,8 +259,8 @@ func (s *drillScene) ready() bool { return s.d.Status().Upstream.Ready }
 // recovered waits until the upstream is ready and a new connection of every pod, over both families, has been answered:
 // the time to recover is how long that takes from when what happened was over.
 func (s *drillScene) recovered() {
-	netns.Eventually(s.t, "the upstream is there again", s.ready)
-	var hosts []*netns.Host
+	testbed.Eventually(s.t, "the upstream is there again", s.ready)
+	var hosts []*testbed.Host
 	for _, p := range s.pods {
 		hosts = append(hosts, p.Host)
 	}

@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 const chatPort = "9000"
@@ -18,24 +18,24 @@ const chatPort = "9000"
 // endsCase is an upstream through which connections come to their ends.
 type endsCase struct {
 	name, protocol string
-	start          func(*netns.Node)
+	start          func(*testbed.Node)
 	// forgets: mitmproxy 8.1.1 never closes a raw connection that the other end was the first to shut its side of.
 	forgets bool
 }
 
 var (
-	throughConnect = endsCase{"connect", "connect", func(n *netns.Node) { startConnectProxy(n) }, false}
-	throughSOCKS5  = endsCase{"socks5", "socks5", func(n *netns.Node) { startAnsweringProxy(n, "socks5", "").mend() }, false}
-	throughMitm    = endsCase{"mitmproxy connect", "connect", func(n *netns.Node) { n.StartMitmdump() }, true}
-	throughMitm5   = endsCase{"mitmproxy socks5", "socks5", func(n *netns.Node) { n.StartMitmdump("--mode", "socks5") }, true}
+	throughConnect = endsCase{"connect", "connect", func(n *testbed.Node) { startConnectProxy(n) }, false}
+	throughSOCKS5  = endsCase{"socks5", "socks5", func(n *testbed.Node) { startAnsweringProxy(n, "socks5", "").mend() }, false}
+	throughMitm    = endsCase{"mitmproxy connect", "connect", func(n *testbed.Node) { n.StartMitmdump() }, true}
+	throughMitm5   = endsCase{"mitmproxy socks5", "socks5", func(n *testbed.Node) { n.StartMitmdump("--mode", "socks5") }, true}
 
 	allWays = []endsCase{throughConnect, throughSOCKS5, throughMitm, throughMitm5}
 )
 
 // chat is both ends of one relayed connection.
 type chat struct {
-	d           *netns.Daemon
-	pod         *netns.Pod
+	d           *testbed.Daemon
+	pod         *testbed.Pod
 	app, server *net.TCPConn
 }
 
@@ -106,7 +106,7 @@ func wantResetOf(t *testing.T, c net.Conn) {
 // letGo waits until the daemon is done with the connection.
 func (c chat) letGo(t *testing.T) {
 	t.Helper()
-	netns.Eventually(t, "the connection is relayed no more", func() bool { return c.d.Of(c.pod).Open == 0 })
+	testbed.Eventually(t, "the connection is relayed no more", func() bool { return c.d.Of(c.pod).Open == 0 })
 }
 
 // TestAppThatHasShutItsSideGetsTheWholeAnswer: also where the upstream would drop the answer if it knew.
@@ -120,7 +120,7 @@ func TestAppThatHasShutItsSideGetsTheWholeAnswer(t *testing.T) {
 			}
 			t.Run(name, func(t *testing.T) {
 				t.Parallel()
-				chat := c.begin(t, netns.WorldIPv4, nested)
+				chat := c.begin(t, testbed.WorldIPv4, nested)
 				question, answer := random(100<<10), random(1<<20)
 				go func() {
 					_, _ = chat.app.Write(question) // what is lost is missed
@@ -149,7 +149,7 @@ func TestAppThatHasShutItsSideGetsTheWholeAnswer(t *testing.T) {
 func TestServerThatReadsToTheEnd(t *testing.T) {
 	t.Parallel()
 	for _, c := range []endsCase{throughSOCKS5, throughMitm5} {
-		for _, world := range []string{netns.WorldIPv4, netns.WorldIPv6} {
+		for _, world := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
 			t.Run(c.name+" to "+world, func(t *testing.T) {
 				t.Parallel()
 				chat := c.begin(t, world, false)
@@ -181,7 +181,7 @@ func TestServerThatHasShutItsSideHearsTheRest(t *testing.T) {
 	for _, c := range []endsCase{throughConnect, throughSOCKS5, throughMitm5} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			chat := c.begin(t, netns.WorldIPv4, false)
+			chat := c.begin(t, testbed.WorldIPv4, false)
 			shut(t, chat.server)
 			wantEnd(t, chat.app)
 			rest := random(1 << 20)
@@ -201,7 +201,7 @@ func TestServerThatHasShutItsSideHearsTheRest(t *testing.T) {
 // TestResetsArePassedOn, in both directions. Through connectproxy, that passes them on itself.
 func TestResetsArePassedOn(t *testing.T) {
 	t.Parallel()
-	for _, world := range []string{netns.WorldIPv4, netns.WorldIPv6} {
+	for _, world := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
 		for _, who := range []string{"app", "server"} {
 			t.Run(who+" at "+world, func(t *testing.T) {
 				t.Parallel()
@@ -229,9 +229,9 @@ func TestClosedAppIsLetGo(t *testing.T) {
 			name, world string
 			nested      bool
 		}{
-			{"the pod over IPv4", netns.WorldIPv4, false},
-			{"the pod over IPv6", netns.WorldIPv6, false},
-			{"a nested container", netns.WorldIPv4, true},
+			{"the pod over IPv4", testbed.WorldIPv4, false},
+			{"the pod over IPv6", testbed.WorldIPv6, false},
+			{"a nested container", testbed.WorldIPv4, true},
 		} {
 			t.Run(c.name+" from "+from.name, func(t *testing.T) {
 				t.Parallel()
@@ -259,7 +259,7 @@ func TestClosedAppIsForgottenWhateverTheUpstreamDoes(t *testing.T) {
 	for _, c := range []endsCase{throughMitm, throughMitm5} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			chat := c.begin(t, netns.WorldIPv4, false)
+			chat := c.begin(t, testbed.WorldIPv4, false)
 			if err := chat.app.Close(); err != nil {
 				t.Fatal(err)
 			}
@@ -278,7 +278,7 @@ func TestAppThatClosesInTheMiddle(t *testing.T) {
 	for _, c := range allWays {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			chat := c.begin(t, netns.WorldIPv4, false)
+			chat := c.begin(t, testbed.WorldIPv4, false)
 			failed := make(chan error, 1)
 			go func() {
 				_, err := io.Copy(chat.server, endless{})

@@ -11,14 +11,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // succeed starts another daemon while d runs, and returns when it has taken over.
-func succeed(t *testing.T, n *netns.Node, d *netns.Daemon) *netns.Daemon {
+func succeed(t *testing.T, n *testbed.Node, d *testbed.Daemon) *testbed.Daemon {
 	t.Helper()
 	next := n.StartDaemon()
-	netns.Eventually(t, "the one has handed over to the other", func() bool {
+	testbed.Eventually(t, "the one has handed over to the other", func() bool {
 		return strings.Contains(d.Log(), "handed over") && strings.Contains(next.Log(), "sluiced is up")
 	})
 	return next
@@ -27,13 +27,13 @@ func succeed(t *testing.T, n *netns.Node, d *netns.Daemon) *netns.Daemon {
 // TestHandOverLosesNothing: not a connection that waits, not one that is relayed, and not one that is made meanwhile.
 func TestHandOverLosesNothing(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	seen := echoWorld(n)
 	d := n.StartDaemon()
-	pods := []*netns.Pod{n.AddPod("one"), n.AddPod("two")}
+	pods := []*testbed.Pod{n.AddPod("one"), n.AddPod("two")}
 	inner := pods[0].Nested()
 	outcome := clients(patience(t), 100, random(16<<10), pods[0].Host, pods[1].Host, inner)
-	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pods...) == 300 })
+	testbed.Eventually(t, "all of them wait", func() bool { return waiting(d, pods...) == 300 })
 
 	d = succeed(t, n, d)
 	if got := waiting(d, pods...); got != 300 {
@@ -60,7 +60,7 @@ func TestHandOverLosesNothing(t *testing.T) {
 	if err := open.Close(); err != nil {
 		t.Fatal(err)
 	}
-	netns.Eventually(t, "it ends with the last of its connections", before.Ended)
+	testbed.Eventually(t, "it ends with the last of its connections", before.Ended)
 	if got := int(seen.Load()); got != 302 {
 		t.Errorf("the destination saw %d connections, want 302", got)
 	}
@@ -85,7 +85,7 @@ func say(t *testing.T, c net.Conn, what string) {
 // TestHandOversUnderLoad: somebody connects at every moment of them, and nobody notices.
 func TestHandOversUnderLoad(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	startConnectProxy(n)
 	d := n.StartDaemon()
@@ -120,7 +120,7 @@ func TestHandOversUnderLoad(t *testing.T) {
 // it still relays would hold the pod's netns.
 func TestWhatWasHandedOverEndsWithItsPod(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	startConnectProxy(n)
 	before := n.StartDaemon()
@@ -132,18 +132,18 @@ func TestWhatWasHandedOverEndsWithItsPod(t *testing.T) {
 		t.Fatalf("DEL: %v", describe(err))
 	}
 	pod.Delete()
-	netns.Eventually(t, "it ends with the last of its pods", before.Ended)
+	testbed.Eventually(t, "it ends with the last of its pods", before.Ended)
 }
 
 // TestHandOverToOneThatDies: the old daemon goes on as if nothing had been asked.
 func TestHandOverToOneThatDies(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	outcome := clients(patience(t), 20, random(1<<10), pod.Host)
-	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == 20 })
+	testbed.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == 20 })
 
 	c, err := net.Dial("unix", n.AgentSocket())
 	if err != nil {
@@ -153,7 +153,7 @@ func TestHandOverToOneThatDies(t *testing.T) {
 		t.Fatal(err)
 	}
 	oob := make([]byte, 1024)
-	netns.Eventually(t, "the listeners came", func() bool {
+	testbed.Eventually(t, "the listeners came", func() bool {
 		_, oobn, _, _, err := c.(*net.UnixConn).ReadMsgUnix(make([]byte, 4096), oob)
 		if err != nil {
 			t.Fatal(err)
@@ -174,7 +174,7 @@ func TestHandOverToOneThatDies(t *testing.T) {
 		return len(messages) > 0
 	})
 	_ = c.Close()
-	netns.Eventually(t, "the daemon notices", func() bool { return strings.Contains(d.Log(), "still here") })
+	testbed.Eventually(t, "the daemon notices", func() bool { return strings.Contains(d.Log(), "still here") })
 	startConnectProxy(n)
 	allWell(t, outcome, 20)
 	if err := n.AddPod("next").Check(); err != nil {
@@ -193,7 +193,7 @@ func TestDaemonHangs(t *testing.T) {
 			echoWorld(n)
 			start()
 			d := n.StartDaemon()
-			pods := []*netns.Pod{n.AddPod("one"), n.AddPod("two")}
+			pods := []*testbed.Pod{n.AddPod("one"), n.AddPod("two")}
 			talks := startTalks(t, pods[0].Host, 2, 1000)
 			hearAll(t, talks)
 			d.Freeze()
@@ -210,14 +210,14 @@ func TestDaemonHangs(t *testing.T) {
 				}
 			}
 			allWell(t, clients(patience(t), 20, random(1<<10), pods[0].Host, pods[1].Host), 40)
-			netns.Eventually(t, "every pod is as it should be", func() bool {
+			testbed.Eventually(t, "every pod is as it should be", func() bool {
 				return len(next.Of(pods[0]).Notes)+len(next.Of(pods[1]).Notes) == 0
 			})
 			if evicted := strings.Contains(next.Log(), "ended the listeners of another process"); evicted != (protocol == "connect") {
 				t.Errorf("listeners were ended: %t", evicted)
 			}
 			d.Signal(syscall.SIGCONT)
-			netns.Eventually(t, "it notices when it wakes", func() bool { return strings.Contains(d.Log(), "another sluiced has gone on without this one") })
+			testbed.Eventually(t, "it notices when it wakes", func() bool { return strings.Contains(d.Log(), "another sluiced has gone on without this one") })
 			for _, c := range talks {
 				if err := c.say(random(1000)); err != nil {
 					t.Error(err)
@@ -227,9 +227,9 @@ func TestDaemonHangs(t *testing.T) {
 			for _, c := range talks {
 				_ = c.Close()
 			}
-			netns.Eventually(t, "it ends with the last of its connections", d.Ended)
+			testbed.Eventually(t, "it ends with the last of its connections", d.Ended)
 			allWell(t, clients(patience(t), 20, random(1<<10), pods[0].Host, pods[1].Host), 40)
-			netns.Eventually(t, "the metrics are served, now that their port is free", func() bool {
+			testbed.Eventually(t, "the metrics are served, now that their port is free", func() bool {
 				_, err := get(patience(t), client(n.Host), "http://127.0.0.1:15090/metrics")
 				return err == nil
 			})
@@ -240,7 +240,7 @@ func TestDaemonHangs(t *testing.T) {
 // TestDaemonHangsAndTheNextIsKilled: the one after that, which finds nobody at the socket, has the listeners all the same.
 func TestDaemonHangsAndTheNextIsKilled(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	startConnectProxy(n)
 	d := n.StartDaemon()
@@ -258,7 +258,7 @@ func TestDaemonHangsAndTheNextIsKilled(t *testing.T) {
 	}
 	defer hung.Close() //nolint:errcheck // it has been ended
 	d = n.StartDaemon()
-	netns.Eventually(t, "the pod is as it should be", func() bool { return len(d.Of(pod).Notes) == 0 })
+	testbed.Eventually(t, "the pod is as it should be", func() bool { return len(d.Of(pod).Notes) == 0 })
 	allWell(t, clients(patience(t), 4, random(100), pod.Host), 4)
 }
 
@@ -266,7 +266,7 @@ func TestDaemonHangsAndTheNextIsKilled(t *testing.T) {
 // for the upstream.
 func TestRetiredAndToldToEnd(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	proxy := startConnectProxy(n)
 	d := n.StartDaemon()
@@ -274,13 +274,13 @@ func TestRetiredAndToldToEnd(t *testing.T) {
 	allWell(t, clients(patience(t), 2, random(100), pod.Host), 2)
 	proxy.Freeze()
 	outcome := clients(patience(t), 10, random(100), pod.Host)
-	netns.Eventually(t, "the daemon has accepted them", func() bool { return d.Of(pod).Waiting == 10 && queued(pod.Host) == 0 })
+	testbed.Eventually(t, "the daemon has accepted them", func() bool { return d.Of(pod).Waiting == 10 && queued(pod.Host) == 0 })
 	proxy.Kill()
-	netns.Eventually(t, "the upstream is late", func() bool { return !d.Status().Upstream.Ready })
+	testbed.Eventually(t, "the upstream is late", func() bool { return !d.Status().Upstream.Ready })
 	succeed(t, n, d)
 	d.Signal(syscall.SIGTERM)
 	notYet(t, outcome)
 	startConnectProxy(n)
 	allWell(t, outcome, 10)
-	netns.Eventually(t, "it ends", d.Ended)
+	testbed.Eventually(t, "it ends", d.Ended)
 }

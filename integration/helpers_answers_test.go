@@ -9,26 +9,26 @@ import (
 	"net/netip"
 	"sync/atomic"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // answeringProxy is an upstream that gives everybody the same answer, until it is mended: then it connects
 // them, as a proxy should.
 type answeringProxy struct {
-	node   *netns.Node
+	node   *testbed.Node
 	answer string
 	mended atomic.Bool
 	asked  atomic.Int64
 }
 
 // startAnsweringProxy starts it on the node. In SOCKS5 an answer of two bytes is one to the greeting.
-func startAnsweringProxy(n *netns.Node, protocol, answer string) *answeringProxy {
+func startAnsweringProxy(n *testbed.Node, protocol, answer string) *answeringProxy {
 	p := &answeringProxy{node: n, answer: answer}
 	serve := p.serveConnect
 	if protocol == "socks5" {
 		serve = p.serveSOCKS5
 	}
-	n.Serve(netns.ProxyAddress, serve)
+	n.Serve(testbed.ProxyAddress, serve)
 	return p
 }
 

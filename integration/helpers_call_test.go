@@ -15,12 +15,12 @@ import (
 
 	"github.com/containernetworking/cni/pkg/types"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // call is one run of the plugin's binary, as a runtime runs it.
 type call struct {
-	node        *netns.Node
+	node        *testbed.Node
 	containerID string
 	netns       string
 	ifName      string
@@ -38,7 +38,7 @@ type call struct {
 }
 
 // callFor describes a call for a pod that the chain has added, or that has an address of its own.
-func callFor(n *netns.Node, p *netns.Pod) *call {
+func callFor(n *testbed.Node, p *testbed.Pod) *call {
 	c := &call{
 		node: n, containerID: p.ID, netns: p.Path(), ifName: "eth0",
 		args: fmt.Sprintf("IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=%s;K8S_POD_UID=%s", p.Name(), p.UID()),

@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -32,7 +32,7 @@ func (s *drillScene) clobberConflist() {
 	}
 	back := func() {
 		s.over = time.Now()
-		netns.Eventually(s.t, "sluice is back in the conflist", func() bool {
+		testbed.Eventually(s.t, "sluice is back in the conflist", func() bool {
 			data, err := os.ReadFile(file)
 			return err == nil && sluiceEntry.Match(data)
 		})
@@ -137,7 +137,7 @@ func (s *drillScene) useUpDescriptors() {
 	limit(nil, &enough)
 	few := enough
 	var idle []net.Conn
-	netns.Eventually(s.t, "the daemon has run out of descriptors", func() bool {
+	testbed.Eventually(s.t, "the daemon has run out of descriptors", func() bool {
 		used, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
 		if err != nil {
 			s.t.Fatal(err)
@@ -184,9 +184,9 @@ func (s *drillScene) fillConntrack() {
 		s.t.Fatal(err)
 	}
 	err = load.Wait() // there is no room for the last of them: the load has some entries
-	netns.Eventually(s.t, fmt.Sprintf("the table is full (%v)", err), func() bool { return dropped() > before })
+	testbed.Eventually(s.t, fmt.Sprintf("the table is full (%v)", err), func() bool { return dropped() > before })
 	s.pause()
-	netns.Eventually(s.t, "the table has room again", func() bool {
+	testbed.Eventually(s.t, "the table has room again", func() bool {
 		_, _ = pod.TryExec("conntrack", "--delete", "--proto", "udp") // it stops at an entry that has gone meanwhile
 		used, err := strconv.Atoi(strings.TrimSpace(pod.Exec("conntrack", "--count")))
 		return err == nil && used < limit/2

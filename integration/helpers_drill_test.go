@@ -12,7 +12,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // connect makes short connections at the rate until ctx ends; wg has them to the end of each.
@@ -87,7 +87,7 @@ func (s *drillScene) stream(ctx context.Context, i int) {
 
 // quiet waits until nothing of the load is left.
 func (s *drillScene) quiet() {
-	netns.Eventually(s.t, "nothing waits, and nothing is open", func() bool {
+	testbed.Eventually(s.t, "nothing waits, and nothing is open", func() bool {
 		left := 0
 		for _, p := range s.pods {
 			a := s.d.Of(p)
@@ -99,7 +99,7 @@ func (s *drillScene) quiet() {
 
 // addPod adds a pod, and a veth that ends in it: the kernel takes away the end on the node when the netns is really
 // gone, whoever deletes it, and not while somebody holds a socket or a descriptor of it.
-func (s *drillScene) addPod(name string) *netns.Pod {
+func (s *drillScene) addPod(name string) *testbed.Pod {
 	s.t.Helper()
 	p := s.newPod(name)
 	if err := p.Add(); err != nil {
@@ -109,7 +109,7 @@ func (s *drillScene) addPod(name string) *netns.Pod {
 }
 
 // newPod is addPod without ADD.
-func (s *drillScene) newPod(name string) *netns.Pod {
+func (s *drillScene) newPod(name string) *testbed.Pod {
 	p := s.n.NewPod(name)
 	s.n.IP("link", "add", witness+name, "type", "veth", "peer", "name", "witness", "netns", p.Host.Name)
 	return p
@@ -118,7 +118,7 @@ func (s *drillScene) newPod(name string) *netns.Pod {
 const witness = "witness-"
 
 // removePod ends a pod as a runtime does.
-func (s *drillScene) removePod(p *netns.Pod) {
+func (s *drillScene) removePod(p *testbed.Pod) {
 	s.t.Helper()
 	if err := p.Del(); err != nil {
 		s.t.Errorf("DEL %s: %v", p, describe(err))
@@ -129,7 +129,7 @@ func (s *drillScene) removePod(p *netns.Pod) {
 // leakedNetns waits for the netns of all pods to go; how many stay is asked for at the end of that.
 func (s *drillScene) leakedNetns() (left int) {
 	s.t.Helper()
-	netns.Eventually(s.t, "the netns of every pod is gone", func() bool {
+	testbed.Eventually(s.t, "the netns of every pod is gone", func() bool {
 		left = strings.Count(s.n.Exec("ip", "-br", "link", "show", "type", "veth"), witness)
 		return left == 0
 	})
@@ -157,7 +157,7 @@ func (s *drillScene) state() drillState {
 		return 0
 	}
 	var state drillState
-	netns.Eventually(s.t, "the metrics are served", func() bool { // by the daemon that took over, in a moment
+	testbed.Eventually(s.t, "the metrics are served", func() bool { // by the daemon that took over, in a moment
 		text, err := get(patience(s.t), c, "http://"+net.JoinHostPort("127.0.0.1", "15090")+"/metrics")
 		state = drillState{int(value(text, "process_open_fds")), int(value(text, "go_goroutines")), value(text, "process_resident_memory_bytes") / (1 << 20)}
 		return err == nil && state.goroutines > 0

@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // talk is an app's connection to the echo service, and what it said there that has not come back yet.
@@ -23,7 +23,7 @@ type talk struct {
 }
 
 // open connects from h for as long as ctx lasts.
-func open(ctx context.Context, h *netns.Host, address string) (*net.TCPConn, error) {
+func open(ctx context.Context, h *testbed.Host, address string) (*net.TCPConn, error) {
 	c, err := h.Dial(ctx, "tcp", address)
 	if err != nil {
 		return nil, err
@@ -33,7 +33,7 @@ func open(ctx context.Context, h *netns.Host, address string) (*net.TCPConn, err
 }
 
 // mustOpen is open for the length of the test.
-func mustOpen(t *testing.T, h *netns.Host, address string) *net.TCPConn {
+func mustOpen(t *testing.T, h *testbed.Host, address string) *net.TCPConn {
 	t.Helper()
 	c, err := open(patience(t), h, address)
 	if err != nil {
@@ -44,7 +44,7 @@ func mustOpen(t *testing.T, h *netns.Host, address string) *net.TCPConn {
 }
 
 // startTalks opens count connections from h, over both families in turn, and says size bytes on each.
-func startTalks(t *testing.T, h *netns.Host, count, size int) []*talk {
+func startTalks(t *testing.T, h *testbed.Host, count, size int) []*talk {
 	t.Helper()
 	talks := make([]*talk, count)
 	forEach(t, talks, func(i int) error {
@@ -109,7 +109,7 @@ func wantAllReset(t *testing.T, talks []*talk) {
 }
 
 // accepted serves address in the world and gives every connection away with a deadline.
-func accepted(t *testing.T, n *netns.Node, address string) <-chan *net.TCPConn {
+func accepted(t *testing.T, n *testbed.Node, address string) <-chan *net.TCPConn {
 	t.Helper()
 	conns := make(chan *net.TCPConn)
 	done := make(chan struct{})

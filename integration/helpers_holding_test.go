@@ -6,12 +6,12 @@ import (
 	"net/http"
 	"sync"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // holdingProxy is an upstream that lets requests wait for its answer.
 type holdingProxy struct {
-	node *netns.Node
+	node *testbed.Node
 	// holds tells which destinations it holds; nil for all.
 	holds func(destination string) bool
 
@@ -22,9 +22,9 @@ type holdingProxy struct {
 	mostConns int
 }
 
-func startHoldingProxy(n *netns.Node, holds func(destination string) bool) *holdingProxy {
+func startHoldingProxy(n *testbed.Node, holds func(destination string) bool) *holdingProxy {
 	p := &holdingProxy{node: n, holds: holds}
-	n.Serve(netns.ProxyAddress, p.serve)
+	n.Serve(testbed.ProxyAddress, p.serve)
 	return p
 }
 

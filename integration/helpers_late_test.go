@@ -12,16 +12,16 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // The world's echo service, in both families.
 const echoPort = "7"
 
-var echoAddresses = []string{net.JoinHostPort(netns.WorldIPv4, echoPort), net.JoinHostPort(netns.WorldIPv6, echoPort)}
+var echoAddresses = []string{net.JoinHostPort(testbed.WorldIPv4, echoPort), net.JoinHostPort(testbed.WorldIPv6, echoPort)}
 
 // echoWorld serves echo in the world and counts who came.
-func echoWorld(n *netns.Node) *atomic.Int64 {
+func echoWorld(n *testbed.Node) *atomic.Int64 {
 	var seen atomic.Int64
 	for _, a := range echoAddresses {
 		n.World.Serve(a, func(c net.Conn) {
@@ -33,25 +33,25 @@ func echoWorld(n *netns.Node) *atomic.Int64 {
 }
 
 // newNodeFor is a node, and what starts its upstream: the fast proxy, or with "sockets" mitmdump.
-func newNodeFor(t *testing.T, protocol string) (n *netns.Node, start func() *netns.Program) {
+func newNodeFor(t *testing.T, protocol string) (n *testbed.Node, start func() *testbed.Program) {
 	t.Helper()
 	if protocol == "sockets" {
 		n = newSocketsNode(t)
-		return n, func() *netns.Program { return launchAddon(n, raw...) }
+		return n, func() *testbed.Program { return launchAddon(n, raw...) }
 	}
-	n = netns.NewNode(t, bin)
-	return n, func() *netns.Program { return startConnectProxy(n) }
+	n = testbed.NewNode(t, bin)
+	return n, func() *testbed.Program { return startConnectProxy(n) }
 }
 
 // startConnectProxy starts the fast proxy as the node's upstream.
-func startConnectProxy(n *netns.Node, args ...string) *netns.Program {
-	p := netns.Launch(n.Host, filepath.Join(bin, "connectproxy"), append([]string{"-listen", netns.ProxyAddress}, args...)...)
-	n.WaitListening(p, netns.ProxyAddress)
+func startConnectProxy(n *testbed.Node, args ...string) *testbed.Program {
+	p := testbed.Launch(n.Host, filepath.Join(bin, "connectproxy"), append([]string{"-listen", testbed.ProxyAddress}, args...)...)
+	n.WaitListening(p, testbed.ProxyAddress)
 	return p
 }
 
 // echo connects, sends payload, ends its side, and wants all of it back.
-func echo(ctx context.Context, h *netns.Host, address string, payload []byte) error {
+func echo(ctx context.Context, h *testbed.Host, address string, payload []byte) error {
 	c, err := h.Dial(ctx, "tcp", address)
 	if err != nil {
 		return fmt.Errorf("connecting: %w", err)
@@ -76,7 +76,7 @@ func echo(ctx context.Context, h *netns.Host, address string, payload []byte) er
 
 // clients runs count echoes from each host at a time, over both families in turn; the channel gives an outcome
 // for each.
-func clients(ctx context.Context, count int, payload []byte, hosts ...*netns.Host) <-chan error {
+func clients(ctx context.Context, count int, payload []byte, hosts ...*testbed.Host) <-chan error {
 	outcome := make(chan error, count*len(hosts))
 	for _, h := range hosts {
 		for i := range count {
@@ -103,7 +103,7 @@ func random(n int) []byte {
 }
 
 // waiting is the daemon's count over these pods.
-func waiting(d *netns.Daemon, pods ...*netns.Pod) int {
+func waiting(d *testbed.Daemon, pods ...*testbed.Pod) int {
 	n := 0
 	for _, p := range pods {
 		n += d.Of(p).Waiting

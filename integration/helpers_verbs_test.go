@@ -18,7 +18,7 @@ import (
 
 	"sigs.k8s.io/yaml"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // nodeIPv4 and nodeIPv6 are where the world sees what went through the proxy come from.
@@ -29,13 +29,13 @@ const (
 
 // recordingProxy is an upstream that remembers what it was asked for.
 type recordingProxy struct {
-	node *netns.Node
+	node *testbed.Node
 	mu   sync.Mutex
 	seen []*http.Request
 }
 
 // startRecordingProxy starts an HTTP CONNECT proxy on the node.
-func startRecordingProxy(n *netns.Node, address string) *recordingProxy {
+func startRecordingProxy(n *testbed.Node, address string) *recordingProxy {
 	p := &recordingProxy{node: n}
 	n.Serve(address, p.serve)
 	return p
@@ -55,7 +55,7 @@ func (p *recordingProxy) serve(c net.Conn) {
 }
 
 // connectTo dials a destination for c, says how that went, and carries bytes both ways until both have ended.
-func connectTo(n *netns.Node, c net.Conn, in io.Reader, destination, well, refused string) {
+func connectTo(n *testbed.Node, c net.Conn, in io.Reader, destination, well, refused string) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
 	to, err := n.Dial(ctx, "tcp", destination)
@@ -88,7 +88,7 @@ func (p *recordingProxy) asked(destination string) bool {
 }
 
 // serveCaller tells everybody who connects which address they come from, and hangs up.
-func serveCaller(h *netns.Host, address string) {
+func serveCaller(h *testbed.Host, address string) {
 	h.Serve(address, func(c net.Conn) { fmt.Fprint(c, hostOf(c.RemoteAddr())) })
 }
 
@@ -98,7 +98,7 @@ func hostOf(a net.Addr) string {
 }
 
 // callerAt connects from h and returns the address that the server says the connection came from.
-func callerAt(ctx context.Context, h *netns.Host, address string) (string, error) {
+func callerAt(ctx context.Context, h *testbed.Host, address string) (string, error) {
 	c, err := h.Dial(ctx, "tcp", address)
 	if err != nil {
 		return "", err
@@ -118,7 +118,7 @@ func readAll(ctx context.Context, c net.Conn) (string, error) {
 }
 
 // wantCaller fails the test unless the server at address sees h's connection come from want.
-func wantCaller(t *testing.T, h *netns.Host, address, want string) {
+func wantCaller(t *testing.T, h *testbed.Host, address, want string) {
 	t.Helper()
 	if got, err := callerAt(patience(t), h, address); err != nil || got != want {
 		t.Errorf("connecting to %s: the server saw %q, %v; want a connection from %s", address, got, err, want)
@@ -127,7 +127,7 @@ func wantCaller(t *testing.T, h *netns.Host, address, want string) {
 
 // wantNobody fails the test if anybody accepts a connection from h at address. A dropped SYN says nothing, so
 // some time must pass.
-func wantNobody(t *testing.T, h *netns.Host, address string) {
+func wantNobody(t *testing.T, h *testbed.Host, address string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 1200*time.Millisecond) // the second SYN goes after one second
 	defer cancel()
@@ -141,7 +141,7 @@ func wantNobody(t *testing.T, h *netns.Host, address string) {
 var counters = regexp.MustCompile(`(?m)^#.*\n|\[\d+:\d+\]`)
 
 // rulesIn is every netfilter rule in h, without comments and counters.
-func rulesIn(h *netns.Host) string {
+func rulesIn(h *testbed.Host) string {
 	var b strings.Builder
 	b.WriteString(h.Exec("nft", "--stateless", "list", "ruleset"))
 	for _, tool := range []string{"iptables-legacy-save", "ip6tables-legacy-save"} {
@@ -151,7 +151,7 @@ func rulesIn(h *netns.Host) string {
 }
 
 // traces are what is left of sluice in h: its rules, and listeners on its port.
-func traces(h *netns.Host) string {
+func traces(h *testbed.Host) string {
 	var found []string
 	for line := range strings.Lines(rulesIn(h)) {
 		if strings.Contains(strings.ToLower(line), "sluice") {
@@ -161,12 +161,12 @@ func traces(h *netns.Host) string {
 	return strings.Join(found, "") + listeners(h)
 }
 
-func listeners(h *netns.Host) string {
+func listeners(h *testbed.Host) string {
 	return h.Exec("ss", "--no-header", "--listening", "--tcp", "--numeric", "sport = :15001")
 }
 
 // wantNoTraces fails the test unless h is as if sluice had never seen it.
-func wantNoTraces(t *testing.T, n *netns.Node, h *netns.Host) {
+func wantNoTraces(t *testing.T, n *testbed.Node, h *testbed.Host) {
 	t.Helper()
 	if left := traces(h); left != "" {
 		t.Errorf("left in the netns:\n%s", left)
@@ -182,23 +182,23 @@ func wantNoTraces(t *testing.T, n *netns.Node, h *netns.Host) {
 type flavour struct {
 	name, backend string
 	// prepare makes the netns of a pod such that this flavour is chosen.
-	prepare func(*netns.Pod)
+	prepare func(*testbed.Pod)
 }
 
 // flavours are all ways to install a ruleset.
 var flavours = []flavour{
-	{"iptables-nft", "iptables", func(*netns.Pod) {}},
+	{"iptables-nft", "iptables", func(*testbed.Pod) {}},
 	// A netns in which the legacy tools have been at work stays with them.
-	{"iptables-legacy", "iptables", func(p *netns.Pod) {
+	{"iptables-legacy", "iptables", func(p *testbed.Pod) {
 		for _, tool := range []string{"iptables-legacy", "ip6tables-legacy"} {
 			p.Exec(tool, "--table", "nat", "--list-rules")
 		}
 	}},
-	{"nftables", "nftables", func(*netns.Pod) {}},
+	{"nftables", "nftables", func(*testbed.Pod) {}},
 }
 
 // addPod is AddPod for one flavour; change, if not nil, is called before ADD.
-func (f flavour) addPod(t *testing.T, n *netns.Node, name string, change func(*netns.Pod)) *netns.Pod {
+func (f flavour) addPod(t *testing.T, n *testbed.Node, name string, change func(*testbed.Pod)) *testbed.Pod {
 	t.Helper()
 	n.Plugin["backend"] = f.backend
 	p := n.NewPod(name)
@@ -219,10 +219,10 @@ func (f flavour) addPod(t *testing.T, n *netns.Node, name string, change func(*n
 }
 
 // annotated hands a pod's annotations over as containerd does.
-func annotated(n *netns.Node, annotations map[string]string) func(*netns.Pod) {
+func annotated(n *testbed.Node, annotations map[string]string) func(*testbed.Pod) {
 	const capability = "io.kubernetes.cri.pod-annotations"
 	n.Plugin["capabilities"] = map[string]bool{capability: true}
-	return func(p *netns.Pod) { p.RuntimeConfig = map[string]any{capability: annotations} }
+	return func(p *testbed.Pod) { p.RuntimeConfig = map[string]any{capability: annotations} }
 }
 
 // configFile writes a configuration of the daemon, one of text as it is.

@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // gatewayIPv4 and gatewayIPv6 are where a pod sees what the node and its proxy connect from.
@@ -27,7 +27,7 @@ const (
 )
 
 // addServer adds a pod that serves at both ports, and whose inbound one is captured.
-func (f flavour) addServer(t *testing.T, n *netns.Node) *netns.Pod {
+func (f flavour) addServer(t *testing.T, n *testbed.Node) *testbed.Pod {
 	t.Helper()
 	pod := f.addPod(t, n, "web", annotated(n, map[string]string{"sluice.dev/capture-inbound-ports": "80, 8000-8999"}))
 	for _, port := range []string{inboundPort, plainPort} {
@@ -38,7 +38,7 @@ func (f flavour) addServer(t *testing.T, n *netns.Node) *netns.Pod {
 
 // callers connects to the inbound port of pod, count times, over both families in turn; the channel gives an outcome for each:
 // an error unless the server saw the connection come from one of these.
-func callers(t *testing.T, h *netns.Host, pod *netns.Pod, count int, fromIPv4, fromIPv6 string) <-chan error {
+func callers(t *testing.T, h *testbed.Host, pod *testbed.Pod, count int, fromIPv4, fromIPv6 string) <-chan error {
 	t.Helper()
 	outcome := make(chan error, count)
 	for i := range count {
@@ -58,7 +58,7 @@ func callers(t *testing.T, h *netns.Host, pod *netns.Pod, count int, fromIPv4, f
 }
 
 // addBystander adds a pod that is not captured.
-func addBystander(t *testing.T, n *netns.Node) *netns.Pod {
+func addBystander(t *testing.T, n *testbed.Node) *testbed.Pod {
 	t.Helper()
 	p := n.NewPod("bystander").InNamespace("kube-system")
 	if err := p.Add(); err != nil {
@@ -81,16 +81,16 @@ func TestInbound(t *testing.T) {
 			pod, other := f.addServer(t, n), addBystander(t, n)
 			settled(t, d, 1, 1)
 			for _, family := range []struct{ pod, gateway, world, other string }{
-				{pod.IPv4, gatewayIPv4, netns.WorldIPv4, other.IPv4}, {pod.IPv6, gatewayIPv6, netns.WorldIPv6, other.IPv6},
+				{pod.IPv4, gatewayIPv4, testbed.WorldIPv4, other.IPv4}, {pod.IPv6, gatewayIPv6, testbed.WorldIPv6, other.IPv6},
 			} {
 				for _, from := range []struct {
-					host *netns.Host
+					host *testbed.Host
 					ip   string
 				}{{n.World, family.world}, {other.Host, family.other}} {
 					wantCaller(t, from.host, net.JoinHostPort(family.pod, plainPort), from.ip)
 					wantCaller(t, from.host, net.JoinHostPort(family.pod, inboundPort), family.gateway)
 					flow := fmt.Sprintf("tcp from %s of default/web uid-web inbound comment default/web", from.ip)
-					netns.Eventually(t, "the flow is there", func() bool { return strings.Contains(proxy.Log(), flow) })
+					testbed.Eventually(t, "the flow is there", func() bool { return strings.Contains(proxy.Log(), flow) })
 				}
 				wantCaller(t, n.Host, net.JoinHostPort(family.pod, inboundPort), family.gateway)
 				wantCaller(t, pod.Host, net.JoinHostPort(family.pod, inboundPort), family.pod)
@@ -103,7 +103,7 @@ func TestInbound(t *testing.T) {
 			}
 			knock := func() {
 				var wg sync.WaitGroup
-				for _, from := range []*netns.Host{n.Host, n.World, other.Host, pod.Host} {
+				for _, from := range []*testbed.Host{n.Host, n.World, other.Host, pod.Host} {
 					for _, ip := range []string{pod.IPv4, pod.IPv6} {
 						wg.Go(func() { wantNobody(t, from, net.JoinHostPort(ip, "15006")) })
 					}
@@ -130,17 +130,17 @@ func TestInboundWaits(t *testing.T) {
 			const count = 20
 			connect := func() <-chan error { return callers(t, n.World, pod, count, gatewayIPv4, gatewayIPv6) }
 			outcome := connect()
-			netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == count })
+			testbed.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == count })
 			wantCaller(t, n.Host, addresses[0], gatewayIPv4)
 			proxy := start()
 			allWell(t, outcome, count)
 
 			proxy.Kill()
-			netns.Eventually(t, "the proxy is missed", func() bool { return !d.Status().Upstream.Ready })
+			testbed.Eventually(t, "the proxy is missed", func() bool { return !d.Status().Upstream.Ready })
 			outcome = connect()
-			netns.Eventually(t, "all of them wait again", func() bool { return waiting(d, pod) == count })
+			testbed.Eventually(t, "all of them wait again", func() bool { return waiting(d, pod) == count })
 			d = succeed(t, n, d)
-			netns.Eventually(t, "they wait at the next daemon", func() bool { return waiting(d, pod) == count })
+			testbed.Eventually(t, "they wait at the next daemon", func() bool { return waiting(d, pod) == count })
 			proxy = start()
 			allWell(t, outcome, count)
 
@@ -165,8 +165,8 @@ func TestInboundThroughAProxyInAPod(t *testing.T) {
 	home := addBystander(t, n)
 	const count = 20
 	outcome := callers(t, n.World, pod, count, home.IPv4, home.IPv6)
-	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == count })
-	proxy := netns.Launch(home.Host, "mitmdump", append(raw, "--set", "confdir="+n.Confdir(), "--set", "server=false",
+	testbed.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == count })
+	proxy := testbed.Launch(home.Host, "mitmdump", append(raw, "--set", "confdir="+n.Confdir(), "--set", "server=false",
 		"--set", "sluice_socket="+n.ProxySocket(), "-s", addon)...)
 	allWell(t, outcome, count)
 	if strings.Contains(proxy.Log(), "itself has made it") {
@@ -189,7 +189,7 @@ func TestInboundDoesNotGoRound(t *testing.T) {
 				return func() bool { return strings.Count(proxy.Log()+d.Log(), "itself has made it") == want }
 			}
 			want := 0
-			netns.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
+			testbed.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
 			for tool, family := range map[string]struct{ pod, gateway string }{
 				"iptables":  {pod.IPv4, gatewayIPv4},
 				"ip6tables": {pod.IPv6, gatewayIPv6},
@@ -207,7 +207,7 @@ func TestInboundDoesNotGoRound(t *testing.T) {
 					t.Fatal(err)
 				}
 				want += 2
-				netns.Eventually(t, "the node's connection has come back, and the proxy's own", comesBack(want))
+				testbed.Eventually(t, "the node's connection has come back, and the proxy's own", comesBack(want))
 			}
 			wantCaller(t, pod.Host, net.JoinHostPort(pod.IPv4, inboundPort), pod.IPv4)
 			if !comesBack(want)() {
@@ -220,8 +220,8 @@ func TestInboundDoesNotGoRound(t *testing.T) {
 // TestInboundThroughARelay: the proxy is told which way it is, and who has connected.
 func TestInboundThroughARelay(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
-	proxy := startRecordingProxy(n, netns.ProxyAddress)
+	n := testbed.NewNode(t, bin)
+	proxy := startRecordingProxy(n, testbed.ProxyAddress)
 	n.StartDaemon()
 	pod, other := flavours[0].addServer(t, n), addBystander(t, n)
 	for i, family := range []struct{ pod, gateway, other string }{

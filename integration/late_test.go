@@ -3,14 +3,14 @@ package integration
 import (
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-const web = netns.WorldIPv4 + ":80"
+const web = testbed.WorldIPv4 + ":80"
 
 func TestRequestWaitsForMitmproxy(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	serveHTTP(n, web)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
@@ -24,7 +24,7 @@ func TestRequestWaitsForMitmproxy(t *testing.T) {
 		body, err := get(patience(t), client(pod.Host), "http://"+web)
 		done <- result{body, err}
 	}()
-	netns.Eventually(t, "the request waits at the gate", func() bool { return d.Of(pod).Waiting == 1 })
+	testbed.Eventually(t, "the request waits at the gate", func() bool { return d.Of(pod).Waiting == 1 })
 	if got := n.SYNs(); got != 0 {
 		t.Errorf("%d SYNs left the pod, want none", got)
 	}
@@ -42,18 +42,18 @@ func TestThousandConnectionsWaitForTheUpstream(t *testing.T) {
 	for _, backend := range []string{"iptables", "nftables"} {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			n.Plugin["backend"] = backend
 			seen := echoWorld(n)
 			d := n.StartDaemon()
-			var pods []*netns.Pod
-			var hosts []*netns.Host
+			var pods []*testbed.Pod
+			var hosts []*testbed.Host
 			for _, name := range []string{"a", "b", "c", "d"} {
 				p := n.AddPod(name)
 				pods, hosts = append(pods, p), append(hosts, p.Host)
 			}
 			outcome := clients(patience(t), 250, random(200), hosts...)
-			netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pods...) == 1000 })
+			testbed.Eventually(t, "all of them wait", func() bool { return waiting(d, pods...) == 1000 })
 			if got := n.SYNs(); got != 0 || seen.Load() != 0 || len(outcome) != 0 {
 				t.Errorf("%d SYNs left the pods, %d connections arrived, %d clients have ended; want none", got, seen.Load(), len(outcome))
 			}
@@ -72,14 +72,14 @@ func TestNestedContainerIsCapturedAndWaits(t *testing.T) {
 	for _, backend := range []string{"iptables", "nftables"} {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			n.Plugin["backend"] = backend
 			echoWorld(n)
 			d := n.StartDaemon()
 			pod := n.AddPod("dind")
 			inner := pod.Nested()
 			outcome := clients(patience(t), 20, random(200), inner)
-			netns.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 20 })
+			testbed.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 20 })
 			startConnectProxy(n)
 			allWell(t, outcome, 20)
 			if got := n.SYNs(); got != 0 {

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // bin holds the binaries under test.
@@ -21,16 +21,16 @@ var bin string
 
 func TestMain(m *testing.M) {
 	flag.Parse()
-	build := func() (string, error) { return netns.Build(true) }
+	build := func() (string, error) { return testbed.Build(true) }
 	if *long {
-		build = netns.BuildReleased // what is drilled is what people run
+		build = testbed.BuildReleased // what is drilled is what people run
 	}
 	var err error
 	if bin, err = build(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
-	code := netns.Main(m)
+	code := testbed.Main(m)
 	_ = os.RemoveAll(bin)
 	os.Exit(code)
 }
@@ -44,7 +44,7 @@ func patience(t *testing.T) context.Context {
 }
 
 // client makes HTTP requests from h; each on a connection of its own.
-func client(h *netns.Host) *http.Client {
+func client(h *testbed.Host) *http.Client {
 	return &http.Client{Transport: &http.Transport{
 		DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
@@ -72,7 +72,7 @@ func get(ctx context.Context, c *http.Client, url string) (string, error) {
 }
 
 // serveHTTP serves a page in the world that says who asked.
-func serveHTTP(n *netns.Node, address string) {
+func serveHTTP(n *testbed.Node, address string) {
 	l := n.World.Listen(address)
 	s := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		host, _, _ := net.SplitHostPort(r.RemoteAddr)

@@ -9,21 +9,21 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 // refusing is a node with a daemon, and a pod's netns that nothing may change.
 type refusing struct {
-	node   *netns.Node
-	daemon *netns.Daemon
-	pod    *netns.Pod
+	node   *testbed.Node
+	daemon *testbed.Daemon
+	pod    *testbed.Pod
 	before string
 }
 
 func newRefusing(t *testing.T) *refusing {
 	t.Helper()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	r := &refusing{node: n, daemon: n.StartDaemon(), pod: n.NewPod("untouched")}
 	r.pod.Exec("iptables", "-A", "INPUT", "-i", "lo", "-j", "ACCEPT") // something that is the pod's own
 	r.before = rulesIn(r.pod.Host)
@@ -38,7 +38,7 @@ func (r *refusing) wantUntouched(t *testing.T) {
 	}
 	wantNoTraces(t, r.node, r.pod.Host)
 	if s := r.daemon.Status(); len(s.Attachments) > 0 {
-		t.Errorf("the daemon has %s", netns.JSON(s.Attachments))
+		t.Errorf("the daemon has %s", testbed.JSON(s.Attachments))
 	}
 }
 
@@ -156,7 +156,7 @@ func TestMalformedAnnotations(t *testing.T) {
 func TestMalformedDaemonConfiguration(t *testing.T) {
 	t.Parallel()
 	const right = "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all}\n"
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	own := fmt.Sprintf("agentSocket: %s\nstateDir: %s\nmetricsAddress: ''\n", n.AgentSocket(), n.StateDir())
 	for _, c := range []struct{ name, text, names string }{
 		{"nothing", "", "missing|not a mapping"},
@@ -291,7 +291,7 @@ func TestMalformedRequests(t *testing.T) {
 
 func TestMalformedCommandLine(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	for _, c := range []struct {
 		args  []string
 		names string

@@ -20,7 +20,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // site is the name of the server in the world. Nobody can resolve it: only Host and SNI carry it.
@@ -44,14 +44,14 @@ func TestThroughMitmproxy(t *testing.T) {
 		for _, protocol := range []struct{ name, mode string }{{"connect", "regular"}, {"socks5", "socks5"}} {
 			t.Run(f.name+" "+protocol.name, func(t *testing.T) {
 				t.Parallel()
-				n := netns.NewNode(t, bin)
+				n := testbed.NewNode(t, bin)
 				ca := serveWorld(t, n)
-				n.Config["upstream"] = map[string]any{"address": netns.ProxyAddress, "protocol": protocol.name}
+				n.Config["upstream"] = map[string]any{"address": testbed.ProxyAddress, "protocol": protocol.name}
 				proxy := n.StartMitmdump("--mode", protocol.mode, "--showhost", "--set", "ssl_verify_upstream_trusted_ca="+ca)
 				n.StartDaemon()
 				pod := f.addPod(t, n, "web", nil)
 				for _, family := range []struct{ name, world, node string }{
-					{"IPv4", netns.WorldIPv4, nodeIPv4}, {"IPv6", netns.WorldIPv6, nodeIPv6},
+					{"IPv4", testbed.WorldIPv4, nodeIPv4}, {"IPv6", testbed.WorldIPv6, nodeIPv6},
 				} {
 					m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: family.world, seenAs: family.node}
 					t.Run("HTTP over "+family.name, m.http)
@@ -65,9 +65,9 @@ func TestThroughMitmproxy(t *testing.T) {
 }
 
 type mitmCase struct {
-	node   *netns.Node
-	proxy  *netns.Program
-	from   *netns.Host
+	node   *testbed.Node
+	proxy  *testbed.Program
+	from   *testbed.Host
 	world  string // the server's address
 	seenAs string // the address from which it is asked
 }
@@ -139,7 +139,7 @@ func (m mitmCase) want(t *testing.T, err error, got, want string) {
 
 func (m mitmCase) wantLogged(t *testing.T, line string) {
 	t.Helper()
-	netns.Eventually(t, fmt.Sprintf("mitmproxy logs %q", line), func() bool { return strings.Contains(m.proxy.Log(), line) })
+	testbed.Eventually(t, fmt.Sprintf("mitmproxy logs %q", line), func() bool { return strings.Contains(m.proxy.Log(), line) })
 }
 
 // client connects to destination, whatever the URL says.
@@ -154,11 +154,11 @@ func (m mitmCase) client(destination string, trusted *x509.CertPool) *http.Clien
 }
 
 // serveWorld starts the servers of the world. It returns the file of the CA behind the one that speaks TLS.
-func serveWorld(t *testing.T, n *netns.Node) (caFile string) {
+func serveWorld(t *testing.T, n *testbed.Node) (caFile string) {
 	t.Helper()
 	caFile = filepath.Join(n.Dir, "world-ca.pem")
 	certificate := certify(t, caFile)
-	for _, ip := range []string{netns.WorldIPv4, netns.WorldIPv6} {
+	for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
 		plain := n.World.Listen(net.JoinHostPort(ip, portHTTP))
 		secret := tls.NewListener(n.World.Listen(net.JoinHostPort(ip, portHTTPS)), &tls.Config{Certificates: []tls.Certificate{certificate}})
 		for _, l := range []net.Listener{plain, secret} {
@@ -225,21 +225,21 @@ func certify(t *testing.T, caFile string) tls.Certificate {
 // TestUpstreamLearnsWhoAsks: the CONNECT request names the pod, and the pod's own address whoever in it asks.
 func TestUpstreamLearnsWhoAsks(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
-	proxy := startRecordingProxy(n, netns.ProxyAddress)
+	n := testbed.NewNode(t, bin)
+	proxy := startRecordingProxy(n, testbed.ProxyAddress)
 	n.StartDaemon()
 	pod := n.AddPod("asking")
 	nested := pod.Nested()
 	for _, c := range []struct {
 		name       string
-		from       *netns.Host
+		from       *testbed.Host
 		world, pod string
 		port       string
 	}{
-		{"the pod over IPv4", pod.Host, netns.WorldIPv4, pod.IPv4, "8001"},
-		{"the pod over IPv6", pod.Host, netns.WorldIPv6, pod.IPv6, "8002"},
-		{"a nested container over IPv4", nested, netns.WorldIPv4, pod.IPv4, "8003"},
-		{"a nested container over IPv6", nested, netns.WorldIPv6, pod.IPv6, "8004"},
+		{"the pod over IPv4", pod.Host, testbed.WorldIPv4, pod.IPv4, "8001"},
+		{"the pod over IPv6", pod.Host, testbed.WorldIPv6, pod.IPv6, "8002"},
+		{"a nested container over IPv4", nested, testbed.WorldIPv4, pod.IPv4, "8003"},
+		{"a nested container over IPv6", nested, testbed.WorldIPv6, pod.IPv6, "8004"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			destination := net.JoinHostPort(c.world, c.port)

@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -31,13 +31,13 @@ func TestQueueTimeout(t *testing.T) {
 			hasty := n.AddPod("hasty")
 			patient := flavours[0].addPod(t, n, "patient", annotated(n, late("queue", "0s")))
 			ends, served := clients(patience(t), 10, random(200), hasty.Host), clients(patience(t), 10, random(200), patient.Host)
-			netns.Eventually(t, "all of them wait", func() bool { return waiting(d, hasty, patient) == 20 })
+			testbed.Eventually(t, "all of them wait", func() bool { return waiting(d, hasty, patient) == 20 })
 			for range 10 {
 				if err := <-ends; !errors.Is(err, syscall.ECONNRESET) {
 					t.Errorf("got %v, want a reset", err)
 				}
 			}
-			netns.Eventually(t, "the log says so", func() bool {
+			testbed.Eventually(t, "the log says so", func() bool {
 				return strings.Contains(d.Log(), "connections were reset: they had waited for the upstream")
 			})
 			start()
@@ -50,7 +50,7 @@ func TestQueueTimeout(t *testing.T) {
 // TestHold: ADD waits for the upstream, and for no longer than it may; other pods start meanwhile.
 func TestHold(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	d := n.StartDaemon()
 	given := n.NewPod("givenup")
@@ -62,7 +62,7 @@ func TestHold(t *testing.T) {
 	annotated(n, late("hold", "0s"))(held)
 	added := make(chan error, 1)
 	go func() { added <- held.Add() }()
-	netns.Eventually(t, "the pod is held", func() bool {
+	testbed.Eventually(t, "the pod is held", func() bool {
 		return slices.ContainsFunc(d.Status().Attachments, func(a attach.AttachmentStatus) bool { return a.Pod == held.String() })
 	})
 	n.AddPod("other")
@@ -82,11 +82,11 @@ func TestHold(t *testing.T) {
 // TestPatienceOfPods: those that are captured wait for longer than TCP does by itself, and others are none of our business.
 func TestPatienceOfPods(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
-	sysctls := func(h *netns.Host) string {
+	n := testbed.NewNode(t, bin)
+	sysctls := func(h *testbed.Host) string {
 		return h.Exec("sysctl", "-n", "net.ipv4.tcp_syn_retries", "net.ipv4.tcp_retries2")
 	}
-	untouched := sysctls(netns.NewHost(t, "untouched"))
+	untouched := sysctls(testbed.NewHost(t, "untouched"))
 	early := n.AddPod("early") // nobody knows whether it is to be captured
 	if got, want := early.Exec("sysctl", "-n", "net.ipv4.tcp_syn_retries"), "127\n"; got != want {
 		t.Errorf("provisional: got tcp_syn_retries %q, want %q", got, want)
@@ -107,8 +107,8 @@ func TestProbe(t *testing.T) {
 	for _, m := range mitmModes {
 		t.Run(m.protocol, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
-			n.Config["upstream"] = map[string]any{"address": netns.ProxyAddress, "protocol": m.protocol, "probeInterval": "100ms"}
+			n := testbed.NewNode(t, bin)
+			n.Config["upstream"] = map[string]any{"address": testbed.ProxyAddress, "protocol": m.protocol, "probeInterval": "100ms"}
 			echoWorld(n)
 			proxy := n.StartMitmdump("--mode", m.mode, "--set", "ignore_hosts=.*")
 			d := n.StartDaemon()
@@ -116,13 +116,13 @@ func TestProbe(t *testing.T) {
 			allWell(t, clients(patience(t), 4, random(200), pod.Host), 4)
 			proxy.Freeze()
 			var up attach.UpstreamStatus
-			netns.Eventually(t, "it is late", func() bool {
+			testbed.Eventually(t, "it is late", func() bool {
 				up = d.Status().Upstream
 				return !up.Ready
 			})
 			wantText(t, up.Reason, `it takes connections, and fails a probe: .*`)
 			outcome := clients(patience(t), 10, random(200), pod.Host)
-			netns.Eventually(t, "they wait", func() bool { return d.Of(pod).Waiting == 10 })
+			testbed.Eventually(t, "they wait", func() bool { return d.Of(pod).Waiting == 10 })
 			proxy.Signal(syscall.SIGCONT)
 			allWell(t, outcome, 10)
 			if got := d.Status().Upstream; !got.Ready {

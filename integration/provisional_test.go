@@ -10,7 +10,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/upstream"
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -21,7 +21,7 @@ type journey struct {
 }
 
 // setOut connects from h and waits for the server's word, for as long as it takes.
-func setOut(t *testing.T, h *netns.Host, to string) journey {
+func setOut(t *testing.T, h *testbed.Host, to string) journey {
 	t.Helper()
 	j := journey{h.Name, to, make(chan string, 1)}
 	ctx := patience(t)
@@ -44,15 +44,15 @@ func (j journey) wantFrom(t *testing.T, want string) {
 }
 
 // waitForSYNs waits until n connections from h have sent their SYNs and got no answer.
-func waitForSYNs(t *testing.T, h *netns.Host, n int) {
+func waitForSYNs(t *testing.T, h *testbed.Host, n int) {
 	t.Helper()
-	netns.Eventually(t, fmt.Sprintf("%d SYNs wait", n), func() bool {
+	testbed.Eventually(t, fmt.Sprintf("%d SYNs wait", n), func() bool {
 		return strings.Count(h.Exec("ss", "--no-header", "--tcp", "--numeric", "state", "syn-sent"), "\n") == n
 	})
 }
 
 // webAddresses are the world's, in both families.
-var webAddresses = []string{netns.WorldIPv4 + ":80", "[" + netns.WorldIPv6 + "]:80"}
+var webAddresses = []string{testbed.WorldIPv4 + ":80", "[" + testbed.WorldIPv6 + "]:80"}
 
 // TestProvisionalPodThatIsNotCaptured: its connections, and those of containers in it, go where they would have
 // gone without sluice. The plugin and the agent are the real ones; the decision is given here, for capture.source
@@ -62,7 +62,7 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			serveCaller(n.World, ":80")
 			pod := f.addPod(t, n, "early", nil)
 			nested := pod.Nested()
@@ -84,7 +84,7 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 				t.Errorf("left in the netns:\n%s", left)
 			}
 			if r := n.Records(); len(r) != 1 || r[0].State != attach.Passed || r[0].Installed != nil {
-				t.Errorf("got records %s, want one of a pod that is not captured", netns.JSON(r))
+				t.Errorf("got records %s, want one of a pod that is not captured", testbed.JSON(r))
 			}
 			// What is settled stays so, until something else is wanted: of the daemon that runs from now on, whose
 			// source is all, that it is captured after all.
@@ -92,9 +92,9 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 			for _, address := range webAddresses {
 				wantWay(t, pod, address, straight)
 			}
-			startRecordingProxy(n, netns.ProxyAddress)
+			startRecordingProxy(n, testbed.ProxyAddress)
 			d := n.StartDaemon()
-			netns.Eventually(t, "the pod is captured", func() bool { return d.Of(pod).State == attach.Captured })
+			testbed.Eventually(t, "the pod is captured", func() bool { return d.Of(pod).State == attach.Captured })
 			for _, address := range webAddresses {
 				wantWay(t, pod, address, captured)
 			}
@@ -103,13 +103,13 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 }
 
 // leaveAlone settles the node's provisional attachments as a daemon does whose source says "not captured".
-func leaveAlone(t *testing.T, n *netns.Node) {
+func leaveAlone(t *testing.T, n *testbed.Node) {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
 	decide := func(attach.Attachment, []string) (attach.Decision, error) {
 		return attach.Decision{Reason: "it did not opt in"}, nil
 	}
-	up := upstream.New(config.Upstream{Address: netns.ProxyAddress, Protocol: config.Connect}, nil, log)
+	up := upstream.New(config.Upstream{Address: testbed.ProxyAddress, Protocol: config.Connect}, nil, log)
 	nobody := func(attach.NetnsID, attach.Pod, []netip.Addr) agent.Acceptor { return nil } // nothing is captured
 	agent.New(agent.Decide(decide), attach.NewStore(n.StateDir()), up, nobody, log).Reconcile(t.Context())
 }
@@ -161,7 +161,7 @@ func TestProvisionalNestedContainer(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			seen := echoWorld(n)
 			pod := f.addPod(t, n, "dind", nil)
 			inner := pod.Nested()
@@ -169,7 +169,7 @@ func TestProvisionalNestedContainer(t *testing.T) {
 			waitForSYNs(t, pod.Host, 10)
 			waitForSYNs(t, inner, 10)
 			d := n.StartDaemon()
-			netns.Eventually(t, "all of them wait for the upstream", func() bool { return d.Of(pod).Waiting == 20 })
+			testbed.Eventually(t, "all of them wait for the upstream", func() bool { return d.Of(pod).Waiting == 20 })
 			if got := seen.Load(); got != 0 || len(outcome) != 0 {
 				t.Errorf("%d connections have arrived, %d have ended; want none", got, len(outcome))
 			}

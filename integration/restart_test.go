@@ -4,7 +4,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -23,7 +23,7 @@ func TestConnectionsWaitForAKilledDaemon(t *testing.T) {
 	for _, backend := range []string{"iptables", "nftables"} {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			n.Plugin["backend"] = backend
 			echoWorld(n)
 			startConnectProxy(n)
@@ -46,18 +46,18 @@ func TestConnectionsWaitForAKilledDaemon(t *testing.T) {
 
 func TestUpstreamKilledWhileConnectionsWait(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	// Stopped, it has a backlog that takes connections, and answers none: they are dialled and not answered.
 	proxy := startConnectProxy(n)
-	netns.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
+	testbed.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
 	proxy.Freeze()
 	outcome := clients(patience(t), 50, random(64<<10), pod.Host)
-	netns.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 50 })
+	testbed.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 50 })
 	proxy.Kill()
-	netns.Eventually(t, "the upstream is gone", func() bool { return !d.Status().Upstream.Ready })
+	testbed.Eventually(t, "the upstream is gone", func() bool { return !d.Status().Upstream.Ready })
 	notYet(t, outcome)
 	startConnectProxy(n)
 	allWell(t, outcome, 50)
@@ -68,13 +68,13 @@ func TestProvisionalPodIsTakenOnWhenTheDaemonComes(t *testing.T) {
 	for _, backend := range []string{"iptables", "nftables"} {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			n.Plugin["backend"] = backend
 			echoWorld(n)
 			startConnectProxy(n)
 			pod := n.AddPod("early")
 			if r := n.Records(); len(r) != 1 || r[0].State != attach.Provisional {
-				t.Fatalf("got records %s, want one that is provisional", netns.JSON(r))
+				t.Fatalf("got records %s, want one that is provisional", testbed.JSON(r))
 			}
 			outcome := clients(patience(t), 20, random(200), pod.Host)
 			notYet(t, outcome)
@@ -100,7 +100,7 @@ func TestProvisionalConnectionsToExcludedPortsGoStraight(t *testing.T) {
 	for _, backend := range []string{"iptables", "nftables"} {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			n.Plugin["backend"] = backend
 			n.Config["capture"] = map[string]any{"source": "all", "excludePorts": []string{echoPort}}
 			echoWorld(n)
@@ -115,28 +115,28 @@ func TestProvisionalConnectionsToExcludedPortsGoStraight(t *testing.T) {
 
 func TestMissedDELIsNoticed(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	n.StartDaemon()
 	pod := n.AddPod("gone")
 	pod.Delete()
-	netns.Eventually(t, "the record is dropped", func() bool { return len(n.Records()) == 0 })
-	netns.Eventually(t, "nothing pins the netns: its veth has gone", func() bool {
+	testbed.Eventually(t, "the record is dropped", func() bool { return len(n.Records()) == 0 })
+	testbed.Eventually(t, "nothing pins the netns: its veth has gone", func() bool {
 		return n.Exec("ip", "-br", "link", "show", "type", "veth", "master", "cni0") == ""
 	})
 }
 
 func TestNetnsRecreatedAtTheSamePathIsAnother(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	d := n.StartDaemon()
 	pod := n.AddPod("again")
 	d.Kill()
 	pod.Delete()
-	netns.Run(t, "ip", "netns", "add", pod.Host.Name)
+	testbed.Run(t, "ip", "netns", "add", pod.Host.Name)
 	d = n.StartDaemon()
-	netns.Eventually(t, "the record is dropped", func() bool { return len(n.Records()) == 0 })
+	testbed.Eventually(t, "the record is dropped", func() bool { return len(n.Records()) == 0 })
 	if got := d.Status().Attachments; len(got) != 0 {
-		t.Errorf("got %s, want nothing taken up", netns.JSON(got))
+		t.Errorf("got %s, want nothing taken up", testbed.JSON(got))
 	}
 	if got := pod.Exec("ss", "-Hltn"); got != "" {
 		t.Errorf("in the new netns something listens: %s", got)

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 var screenshot = flag.String("screenshot", "", "write a picture of mitmweb to this file")
@@ -23,13 +23,13 @@ func TestScreenshot(t *testing.T) {
 	n := newSocketsNode(t)
 	serveWorld(t, n)
 	const address = "127.0.0.1:8081"
-	proxy := netns.Launch(n.Host, "mitmweb", "--set", "confdir="+n.Confdir(), "--set", "server=false", "--set", "web_open_browser=false",
+	proxy := testbed.Launch(n.Host, "mitmweb", "--set", "confdir="+n.Confdir(), "--set", "server=false", "--set", "web_open_browser=false",
 		"--web-host", "127.0.0.1", "--web-port", "8081", "--set", "sluice_socket="+n.ProxySocket(), "-s", addon, "--showhost")
 	d := n.StartDaemon()
-	pods := []*netns.Pod{n.AddPod("runner1"), n.AddPod("runner2")}
+	pods := []*testbed.Pod{n.AddPod("runner1"), n.AddPod("runner2")}
 	settled(t, d, 1, len(pods))
 	for _, pod := range pods {
-		m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: netns.WorldIPv4}
+		m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: testbed.WorldIPv4}
 		destination := net.JoinHostPort(m.world, portHTTP)
 		if _, err := get(patience(t), m.client(destination, nil), "http://"+site+"/"+pod.Name()); err != nil {
 			t.Fatal(err)

@@ -13,16 +13,16 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // addon is what makes mitmproxy accept in the netns of pods.
 const addon = "../deploy/mitmproxy/sluice.py"
 
 // newSocketsNode is a node whose proxies accept for themselves.
-func newSocketsNode(t *testing.T) *netns.Node {
+func newSocketsNode(t *testing.T) *testbed.Node {
 	t.Helper()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	n.Config["upstream"] = map[string]any{"protocol": "sockets"}
 	return n
 }
@@ -31,16 +31,16 @@ func newSocketsNode(t *testing.T) *netns.Node {
 var raw = []string{"--tcp-hosts", ".*"}
 
 // launchAddon starts mitmdump with the addon, and does not wait for it.
-func launchAddon(n *netns.Node, args ...string) *netns.Program {
+func launchAddon(n *testbed.Node, args ...string) *testbed.Program {
 	return n.LaunchMitmdump(append([]string{
 		"--showhost", "--set", "server=false", "--set", "sluice_socket=" + n.ProxySocket(), "-s", addon,
 	}, args...)...)
 }
 
 // settled waits until all proxies that d knows have the sockets of that many pods, and count is how many they are.
-func settled(t *testing.T, d *netns.Daemon, count, pods int) {
+func settled(t *testing.T, d *testbed.Daemon, count, pods int) {
 	t.Helper()
-	netns.Eventually(t, fmt.Sprintf("%d proxies have the sockets of %d pods", count, pods), func() bool {
+	testbed.Eventually(t, fmt.Sprintf("%d proxies have the sockets of %d pods", count, pods), func() bool {
 		up := d.Status().Upstream
 		for _, p := range up.Proxies {
 			if p.Pods != pods {
@@ -83,7 +83,7 @@ func TestProxyAcceptsInThePod(t *testing.T) {
 			pod := f.addPod(t, n, "web", nil)
 			settled(t, d, 1, 1)
 			for _, family := range []struct{ name, world, node, pod string }{
-				{"IPv4", netns.WorldIPv4, nodeIPv4, pod.IPv4}, {"IPv6", netns.WorldIPv6, nodeIPv6, pod.IPv6},
+				{"IPv4", testbed.WorldIPv4, nodeIPv4, pod.IPv4}, {"IPv6", testbed.WorldIPv6, nodeIPv6, pod.IPv6},
 			} {
 				m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: family.world, seenAs: family.node}
 				t.Run("HTTP over "+family.name, m.http)
@@ -95,9 +95,9 @@ func TestProxyAcceptsInThePod(t *testing.T) {
 				}
 			}
 			before := strings.Count(proxy.Log(), "http from "+pod.IPv4+" of")
-			m := mitmCase{node: n, proxy: proxy, from: pod.Nested(), world: netns.WorldIPv4, seenAs: nodeIPv4}
+			m := mitmCase{node: n, proxy: proxy, from: pod.Nested(), world: testbed.WorldIPv4, seenAs: nodeIPv4}
 			t.Run("from a nested container", m.http)
-			netns.Eventually(t, "it is seen as the pod", func() bool { return strings.Count(proxy.Log(), "http from "+pod.IPv4+" of") > before })
+			testbed.Eventually(t, "it is seen as the pod", func() bool { return strings.Count(proxy.Log(), "http from "+pod.IPv4+" of") > before })
 		})
 	}
 }
@@ -113,20 +113,20 @@ func TestConnectionsWaitForAProxyThatComes(t *testing.T) {
 			echoWorld(n)
 			d := n.StartDaemon()
 			const queue = 8
-			narrow := func(p *netns.Pod) { p.Exec("sysctl", "-qw", "net.core.somaxconn="+strconv.Itoa(queue)) }
-			pods := []*netns.Pod{f.addPod(t, n, "one", narrow), f.addPod(t, n, "two", narrow)}
-			hosts := []*netns.Host{pods[0].Host, pods[1].Host}
+			narrow := func(p *testbed.Pod) { p.Exec("sysctl", "-qw", "net.core.somaxconn="+strconv.Itoa(queue)) }
+			pods := []*testbed.Pod{f.addPod(t, n, "one", narrow), f.addPod(t, n, "two", narrow)}
+			hosts := []*testbed.Host{pods[0].Host, pods[1].Host}
 			// The kernel lets one more in than the queue is long.
 			full := func() bool { return waiting(d, pods...) == 2*2*(queue+1) }
 			outcome := clients(patience(t), 40, random(200), hosts...)
-			netns.Eventually(t, "the queues of both families are full", full)
+			testbed.Eventually(t, "the queues of both families are full", full)
 			proxy := launchAddon(n, raw...)
 			allWell(t, outcome, 80)
 
 			proxy.Freeze()
 			outcome = clients(patience(t), 40, random(200), hosts...)
-			netns.Eventually(t, "the queues are full while the proxy is stopped", full)
-			netns.Eventually(t, "the status says that it hangs", func() bool {
+			testbed.Eventually(t, "the queues are full while the proxy is stopped", full)
+			testbed.Eventually(t, "the status says that it hangs", func() bool {
 				up := d.Status().Upstream
 				return !up.Ready && len(up.Proxies) == 1 && up.Proxies[0].Hangs
 			})
@@ -134,10 +134,10 @@ func TestConnectionsWaitForAProxyThatComes(t *testing.T) {
 			allWell(t, outcome, 80) // one that answers is enough
 			other.Freeze()
 			outcome = clients(patience(t), 40, random(200), hosts...)
-			netns.Eventually(t, "the queues are full again", full)
+			testbed.Eventually(t, "the queues are full again", full)
 			proxy.Kill()
 			other.Kill()
-			netns.Eventually(t, "no proxy is there", func() bool { return len(d.Status().Upstream.Proxies) == 0 })
+			testbed.Eventually(t, "no proxy is there", func() bool { return len(d.Status().Upstream.Proxies) == 0 })
 			if !full() {
 				t.Error("what waited is gone with the proxies")
 			}
@@ -152,12 +152,12 @@ func TestProxiesShare(t *testing.T) {
 	t.Parallel()
 	n := newSocketsNode(t)
 	echoWorld(n)
-	proxies := []*netns.Program{launchAddon(n, raw...), launchAddon(n, append(raw, "--listen-port", "18081")...)}
+	proxies := []*testbed.Program{launchAddon(n, raw...), launchAddon(n, append(raw, "--listen-port", "18081")...)}
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	settled(t, d, 2, 1)
 	served := func(i int) int { return strings.Count(proxies[i].Log(), "client connect") }
-	netns.Eventually(t, "both have served", func() bool {
+	testbed.Eventually(t, "both have served", func() bool {
 		allWell(t, clients(patience(t), 50, random(200), pod.Host), 50)
 		return served(0) > 0 && served(1) > 0
 	})
@@ -165,7 +165,7 @@ func TestProxiesShare(t *testing.T) {
 		p.Freeze()
 		allWell(t, clients(patience(t), 20, random(200), pod.Host), 20)
 		p.Signal(syscall.SIGCONT)
-		netns.Eventually(t, "all was served by the other", func() bool { return served(1-stopped) >= 20 })
+		testbed.Eventually(t, "all was served by the other", func() bool { return served(1-stopped) >= 20 })
 	}
 }
 
@@ -194,7 +194,7 @@ func TestDaemonIsNotInTheWay(t *testing.T) {
 	say(t, open, "without a daemon")
 	allWell(t, clients(patience(t), 5, random(200), pod.Host), 5)
 	d = n.StartDaemon()
-	netns.Eventually(t, "the next daemon has the listeners back", func() bool { return len(d.Of(pod).Notes) == 0 })
+	testbed.Eventually(t, "the next daemon has the listeners back", func() bool { return len(d.Of(pod).Notes) == 0 })
 	settled(t, d, 1, 1)
 	say(t, open, "after a kill")
 	allWell(t, clients(patience(t), 5, random(200), pod.Host), 5)
@@ -217,12 +217,12 @@ func TestDaemonIsNotInTheWay(t *testing.T) {
 // waits is none the worse for it.
 func TestFromRelayToSocketsAndBack(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	outcome := clients(patience(t), 20, random(200), pod.Host)
-	netns.Eventually(t, "all of them wait for the relay's upstream", func() bool { return waiting(d, pod) == 20 })
+	testbed.Eventually(t, "all of them wait for the relay's upstream", func() bool { return waiting(d, pod) == 20 })
 	relayed := n.Config["upstream"]
 	n.Config["upstream"] = map[string]any{"protocol": "sockets"}
 	d = succeed(t, n, d)
@@ -237,9 +237,9 @@ func TestFromRelayToSocketsAndBack(t *testing.T) {
 	say(t, open, "to the proxy that accepted it")
 	n.Config["upstream"] = relayed
 	d = succeed(t, n, d)
-	netns.Eventually(t, "the proxy has been told to let go", func() bool { return strings.Count(proxy.Log(), "connected to sluiced") == 2 })
+	testbed.Eventually(t, "the proxy has been told to let go", func() bool { return strings.Count(proxy.Log(), "connected to sluiced") == 2 })
 	startConnectProxy(n)
-	netns.Eventually(t, "the relay accepts", func() bool {
+	testbed.Eventually(t, "the relay accepts", func() bool {
 		return echo(patience(t), pod.Host, echoAddresses[1], []byte{1, 2, 3}) == nil && d.Of(pod).Bytes > 0
 	})
 	say(t, open, "and still")
@@ -258,7 +258,7 @@ func TestPodEndsWhileTheProxyIsStopped(t *testing.T) {
 	if err := pod.Del(); err != nil {
 		t.Fatal(err)
 	}
-	netns.Eventually(t, "the proxy is given up", func() bool {
+	testbed.Eventually(t, "the proxy is given up", func() bool {
 		return strings.Contains(d.Log(), "did not let go") && len(d.Status().Upstream.Proxies) == 0
 	})
 	proxy.Signal(syscall.SIGCONT)
@@ -296,7 +296,7 @@ func TestNothingIsLeftOfWhatHasEnded(t *testing.T) {
 	}
 	before := descriptors()
 	allWell(t, clients(patience(t), 50, random(200), pod.Host), 50)
-	netns.Eventually(t, "its descriptors are about as many as before", func() bool { return descriptors() <= before+5 })
+	testbed.Eventually(t, "its descriptors are about as many as before", func() bool { return descriptors() <= before+5 })
 }
 
 // TestProxyWithFewDescriptors leaves in the kernel what it could accept and not pass on.
@@ -307,7 +307,7 @@ func TestProxyWithFewDescriptors(t *testing.T) {
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	outcome := clients(patience(t), 200, random(200), pod.Host)
-	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == 200 })
+	testbed.Eventually(t, "all of them wait", func() bool { return waiting(d, pod) == 200 })
 	proxy := launchAddon(n, raw...)
 	few := unix.Rlimit{Cur: 128, Max: 128}
 	if err := unix.Prlimit(proxy.Pid(), unix.RLIMIT_NOFILE, &few, nil); err != nil {
@@ -319,16 +319,16 @@ func TestProxyWithFewDescriptors(t *testing.T) {
 // TestAddonBesideARelay: the flows of a mitmproxy that is asked by CONNECT show the pod too, if it is sluiced that says so.
 func TestAddonBesideARelay(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	serveWorld(t, n)
 	proxy := n.StartMitmdump("--showhost", "-s", addon, "--set", "sluice_socket=", "-s", telling(t))
 	n.StartDaemon()
 	pod := n.AddPod("web")
-	m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: netns.WorldIPv4, seenAs: nodeIPv4}
+	m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: testbed.WorldIPv4, seenAs: nodeIPv4}
 	m.http(t)
 	m.wantLogged(t, "of default/web uid-web outbound comment default/web")
 	m.clientFirst(t)
-	netns.Eventually(t, "raw TCP shows it too", func() bool { return strings.Contains(proxy.Log(), "tcp from 127.0.0.1 of default/web") })
+	testbed.Eventually(t, "raw TCP shows it too", func() bool { return strings.Contains(proxy.Log(), "tcp from 127.0.0.1 of default/web") })
 
 	// Somebody else who asks the proxy says that it is that pod.
 	forged := n.LaunchMitmdump("--listen-host", "198.51.100.1", "--listen-port", "18081", "-s", addon, "--set", "sluice_socket=", "-s", telling(t), "--tcp-hosts", ".*")
@@ -338,7 +338,7 @@ func TestAddonBesideARelay(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close() //nolint:errcheck // read as far as it matters
-	destination := net.JoinHostPort(netns.WorldIPv4, portClientFirst)
+	destination := net.JoinHostPort(testbed.WorldIPv4, portClientFirst)
 	resp, err := askRaw(patience(t), c, "CONNECT "+destination+" HTTP/1.1\r\nHost: "+destination+"\r\nSluice-Pod-Namespace: default\r\nSluice-Pod-Name: web\r\nSluice-Pod-UID: x\r\n\r\n")
 	if err != nil || resp.StatusCode != 200 {
 		t.Fatalf("CONNECT: %v, %v", resp, err)
@@ -347,7 +347,7 @@ func TestAddonBesideARelay(t *testing.T) {
 	if _, err := c.Write([]byte("\x01 hello")); err != nil {
 		t.Fatal(err)
 	}
-	netns.Eventually(t, "the flow is there", func() bool { return strings.Contains(forged.Log(), "tcp from 198.51.100.10 of") })
+	testbed.Eventually(t, "the flow is there", func() bool { return strings.Contains(forged.Log(), "tcp from 198.51.100.10 of") })
 	if strings.Contains(forged.Log(), "default/web") {
 		t.Error("it is believed")
 	}

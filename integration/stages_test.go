@@ -8,7 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // handshakes is how many connections the daemon brings to the upstream at a time.
@@ -17,17 +17,17 @@ const handshakes = 64
 // TestHandshakesAreBounded: an upstream that comes late meets everybody at once, and its backlog is short.
 func TestHandshakesAreBounded(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	d := n.StartDaemon()
-	pods := []*netns.Pod{n.AddPod("a"), n.AddPod("b"), n.AddPod("c")}
+	pods := []*testbed.Pod{n.AddPod("a"), n.AddPod("b"), n.AddPod("c")}
 	const count = 300
 	outcome := clients(patience(t), count/3, random(200), pods[0].Host, pods[1].Host, pods[2].Host)
-	netns.Eventually(t, "all of them wait", func() bool { return waiting(d, pods...) == count })
+	testbed.Eventually(t, "all of them wait", func() bool { return waiting(d, pods...) == count })
 	proxy := startHoldingProxy(n, nil)
 	for answered := 0; answered < count; {
 		batch := min(handshakes, count-answered)
-		netns.Eventually(t, "as many ask as may", func() bool { return proxy.waiting() >= batch })
+		testbed.Eventually(t, "as many ask as may", func() bool { return proxy.waiting() >= batch })
 		answered += proxy.release()
 	}
 	allWell(t, outcome, count)
@@ -42,7 +42,7 @@ func TestHandshakesAreBounded(t *testing.T) {
 // TestDeadDestinationsDelayNobodyElse: what the upstream takes long to answer for does not use up the handshakes.
 func TestDeadDestinationsDelayNobodyElse(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	dead := echoAddresses[1]
 	proxy := startHoldingProxy(n, func(destination string) bool { return destination == dead })
@@ -55,11 +55,11 @@ func TestDeadDestinationsDelayNobodyElse(t *testing.T) {
 		outcomes = append(outcomes, outcome)
 		go func() { outcome <- echo(patience(t), unlucky.Host, dead, random(200)) }()
 	}
-	netns.Eventually(t, "more are held than may be at a time", func() bool { return proxy.waiting() > handshakes })
+	testbed.Eventually(t, "more are held than may be at a time", func() bool { return proxy.waiting() > handshakes })
 	if err := echo(patience(t), other.Host, echoAddresses[0], random(200)); err != nil {
 		t.Errorf("another pod's connection: %v", err)
 	}
-	netns.Eventually(t, "the upstream is asked for every one of them", func() bool { return proxy.waiting() == count })
+	testbed.Eventually(t, "the upstream is asked for every one of them", func() bool { return proxy.waiting() == count })
 	if got := d.Of(unlucky).Waiting; got != count {
 		t.Errorf("%d connections wait, want all %d", got, count)
 	}
@@ -70,7 +70,7 @@ func TestDeadDestinationsDelayNobodyElse(t *testing.T) {
 }
 
 // queued is how many connections wait in the accept queues of h's capture port.
-func queued(h *netns.Host) int {
+func queued(h *testbed.Host) int {
 	n := 0
 	for line := range strings.Lines(listeners(h)) {
 		if w := strings.Fields(line); len(w) > 1 { // "LISTEN 3 4096 0.0.0.0:15001 …"
@@ -88,7 +88,7 @@ func TestUpstreamKilledAtEveryStage(t *testing.T) {
 	for _, backend := range []string{"iptables", "nftables"} {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			n.Plugin["backend"] = backend
 			seen := echoWorld(n)
 			proxy := startConnectProxy(n)
@@ -102,18 +102,18 @@ func TestUpstreamKilledAtEveryStage(t *testing.T) {
 			proxy.Freeze()
 			carried := d.Of(pod).Bytes
 			forEach(t, relayed, func(i int) error { return relayed[i].say(random(size)) })
-			netns.Eventually(t, "the frozen upstream has bytes of each in hand", func() bool {
+			testbed.Eventually(t, "the frozen upstream has bytes of each in hand", func() bool {
 				return d.Of(pod).Bytes == carried+relayedCount*size
 			})
 			late := append(startTalks(t, pod.Host, waitingCount/2, size), startTalks(t, inner, waitingCount/2, size)...)
-			netns.Eventually(t, "connections are at every stage", func() bool {
+			testbed.Eventually(t, "connections are at every stage", func() bool {
 				s, q := d.Of(pod), queued(pod.Host)
 				return q > 0 && s.Waiting > q && s.Open == relayedCount
 			})
 			proxy.Kill()
 			wantAllReset(t, relayed)
-			netns.Eventually(t, "the upstream is late", func() bool { return !d.Status().Upstream.Ready })
-			netns.Eventually(t, "all that were not answered for wait", func() bool { return d.Of(pod).Waiting == waitingCount })
+			testbed.Eventually(t, "the upstream is late", func() bool { return !d.Status().Upstream.Ready })
+			testbed.Eventually(t, "all that were not answered for wait", func() bool { return d.Of(pod).Waiting == waitingCount })
 			if got := seen.Load(); got != relayedCount {
 				t.Errorf("%d connections have reached the destination, want the %d that were relayed", got, relayedCount)
 			}
@@ -129,8 +129,8 @@ func TestUpstreamKilledAtEveryStage(t *testing.T) {
 	}
 }
 
-func kill(d *netns.Daemon)      { d.Kill() }
-func terminate(d *netns.Daemon) { d.Stop() }
+func kill(d *testbed.Daemon)      { d.Kill() }
+func terminate(d *testbed.Daemon) { d.Stop() }
 
 // TestKilledDaemonResetsWhatItRelayed: an app must not take what it has got so far for all there is. What is
 // opened meanwhile waits.
@@ -138,11 +138,11 @@ func TestKilledDaemonResetsWhatItRelayed(t *testing.T) {
 	t.Parallel()
 	for _, end := range []struct {
 		name string
-		end  func(*netns.Daemon)
+		end  func(*testbed.Daemon)
 	}{{"SIGKILL", kill}, {"SIGTERM", terminate}} {
 		t.Run(end.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			echoWorld(n)
 			startConnectProxy(n)
 			d := n.StartDaemon()
@@ -168,7 +168,7 @@ func TestKilledDaemonResetsWhatItRelayed(t *testing.T) {
 // what waited in its accept queue, may be reset; no connect fails.
 func TestRestartsRefuseNobody(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	echoWorld(n)
 	startConnectProxy(n)
 	d := n.StartDaemon()
@@ -191,7 +191,7 @@ func TestRestartsRefuseNobody(t *testing.T) {
 			}
 		}()
 	}
-	for _, end := range []func(*netns.Daemon){terminate, kill} {
+	for _, end := range []func(*testbed.Daemon){terminate, kill} {
 		wellAgain(t, outcomes)
 		end(d)
 		d = n.StartDaemon()

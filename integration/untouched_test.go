@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // More addresses of the world: in a CIDR that the daemon's configuration excludes, in one that annotations
@@ -26,20 +26,20 @@ const (
 )
 
 // newSelectiveNode is a node whose daemon excludes some of the world.
-func newSelectiveNode(t *testing.T) *netns.Node {
+func newSelectiveNode(t *testing.T) *testbed.Node {
 	t.Helper()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	for _, address := range []string{excludedIPv4 + "/32", annotatedIPv4 + "/32", linkLocalIPv4 + "/32"} {
 		n.World.IP("addr", "add", address, "dev", "eth0")
 	}
 	for _, address := range []string{excludedIPv6 + "/128", annotatedIPv6 + "/128"} {
 		n.World.IP("addr", "add", address, "dev", "eth0", "nodad")
 	}
-	n.IP("route", "add", linkLocalIPv4, "via", netns.WorldIPv4)
+	n.IP("route", "add", linkLocalIPv4, "via", testbed.WorldIPv4)
 	for _, port := range []string{"80", "443", "8080", "9001"} {
 		serveCaller(n.World, ":"+port)
 	}
-	startRecordingProxy(n, netns.ProxyAddress)
+	startRecordingProxy(n, testbed.ProxyAddress)
 	n.Config["capture"] = map[string]any{
 		"source": "all", "excludePorts": []any{8080, "9000-9002"},
 		"excludeCIDRs": []string{"198.51.100.64/28", "2001:db8:0:0:e::/80", "169.254.0.0/16", "fe80::/10"},
@@ -54,30 +54,30 @@ var excluding = []struct {
 	want        map[string]string // by destination
 }{
 	{"the daemon's configuration", nil, map[string]string{
-		netns.WorldIPv4 + ":80": captured, "[" + netns.WorldIPv6 + "]:80": captured,
-		netns.WorldIPv4 + ":8080": straight, "[" + netns.WorldIPv6 + "]:8080": straight,
-		netns.WorldIPv4 + ":9001": straight, "[" + netns.WorldIPv6 + "]:9001": straight,
+		testbed.WorldIPv4 + ":80": captured, "[" + testbed.WorldIPv6 + "]:80": captured,
+		testbed.WorldIPv4 + ":8080": straight, "[" + testbed.WorldIPv6 + "]:8080": straight,
+		testbed.WorldIPv4 + ":9001": straight, "[" + testbed.WorldIPv6 + "]:9001": straight,
 		excludedIPv4 + ":80": straight, "[" + excludedIPv6 + "]:80": straight,
 		annotatedIPv4 + ":80": captured, "[" + annotatedIPv6 + "]:80": captured,
 		linkLocalIPv4 + ":80": straight,
 	}},
 	{"exclude-outbound-ports adds to it", map[string]string{"exclude-outbound-ports": "80"}, map[string]string{
-		netns.WorldIPv4 + ":80": straight, "[" + netns.WorldIPv6 + "]:80": straight,
-		netns.WorldIPv4 + ":443": captured, "[" + netns.WorldIPv6 + "]:443": captured,
-		netns.WorldIPv4 + ":8080": straight, "[" + netns.WorldIPv6 + "]:8080": straight,
+		testbed.WorldIPv4 + ":80": straight, "[" + testbed.WorldIPv6 + "]:80": straight,
+		testbed.WorldIPv4 + ":443": captured, "[" + testbed.WorldIPv6 + "]:443": captured,
+		testbed.WorldIPv4 + ":8080": straight, "[" + testbed.WorldIPv6 + "]:8080": straight,
 	}},
 	{"exclude-outbound-cidrs adds to it", map[string]string{"exclude-outbound-cidrs": annotatedIPv4 + ", 2001:db8:0:0:a::/80"}, map[string]string{
 		annotatedIPv4 + ":80": straight, "[" + annotatedIPv6 + "]:80": straight,
 		excludedIPv4 + ":80": straight, "[" + excludedIPv6 + "]:80": straight,
-		netns.WorldIPv4 + ":80": captured, "[" + netns.WorldIPv6 + "]:80": captured,
+		testbed.WorldIPv4 + ":80": captured, "[" + testbed.WorldIPv6 + "]:80": captured,
 	}},
 	{"include-outbound-ports limits capture", map[string]string{"include-outbound-ports": "443, 9000-9005"}, map[string]string{
-		netns.WorldIPv4 + ":80": straight, "[" + netns.WorldIPv6 + "]:80": straight,
-		netns.WorldIPv4 + ":443": captured, "[" + netns.WorldIPv6 + "]:443": captured,
-		netns.WorldIPv4 + ":9001": straight, // what is excluded wins
+		testbed.WorldIPv4 + ":80": straight, "[" + testbed.WorldIPv6 + "]:80": straight,
+		testbed.WorldIPv4 + ":443": captured, "[" + testbed.WorldIPv6 + "]:443": captured,
+		testbed.WorldIPv4 + ":9001": straight, // what is excluded wins
 	}},
 	{"include-outbound-cidrs limits capture", map[string]string{"include-outbound-cidrs": "198.51.100.128/25,2001:db8:0:0:a::/80"}, map[string]string{
-		netns.WorldIPv4 + ":80": straight, "[" + netns.WorldIPv6 + "]:80": straight,
+		testbed.WorldIPv4 + ":80": straight, "[" + testbed.WorldIPv6 + "]:80": straight,
 		annotatedIPv4 + ":80": captured, "[" + annotatedIPv6 + "]:80": captured,
 		annotatedIPv4 + ":8080": straight,
 	}},
@@ -110,7 +110,7 @@ func TestExclusions(t *testing.T) {
 }
 
 // caller is who the server at a destination sees: the pod itself, for containers in it too, or the node.
-func caller(pod *netns.Pod, destination, way string) string {
+func caller(pod *testbed.Pod, destination, way string) string {
 	switch ipv6 := strings.HasPrefix(destination, "["); {
 	case way == captured && ipv6:
 		return nodeIPv6
@@ -124,7 +124,7 @@ func caller(pod *netns.Pod, destination, way string) string {
 }
 
 // wantWay fails the test unless the connection is captured, or goes straight.
-func wantWay(t *testing.T, pod *netns.Pod, destination, want string) {
+func wantWay(t *testing.T, pod *testbed.Pod, destination, want string) {
 	t.Helper()
 	wantCaller(t, pod.Host, destination, caller(pod, destination, want))
 }
@@ -136,12 +136,12 @@ func TestIncludePorts(t *testing.T) {
 	n.StartDaemon()
 	pod := n.AddPod("some")
 	for _, port := range []string{"80", "9001"} {
-		wantWay(t, pod, netns.WorldIPv4+":"+port, captured)
-		wantWay(t, pod, "["+netns.WorldIPv6+"]:"+port, captured)
+		wantWay(t, pod, testbed.WorldIPv4+":"+port, captured)
+		wantWay(t, pod, "["+testbed.WorldIPv6+"]:"+port, captured)
 	}
 	for _, port := range []string{"443", "8080"} {
-		wantWay(t, pod, netns.WorldIPv4+":"+port, straight)
-		wantWay(t, pod, "["+netns.WorldIPv6+"]:"+port, straight)
+		wantWay(t, pod, testbed.WorldIPv4+":"+port, straight)
+		wantWay(t, pod, "["+testbed.WorldIPv6+"]:"+port, straight)
 	}
 }
 
@@ -151,8 +151,8 @@ func TestPodItself(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
-			proxy := startRecordingProxy(n, netns.ProxyAddress)
+			n := testbed.NewNode(t, bin)
+			proxy := startRecordingProxy(n, testbed.ProxyAddress)
 			d := n.StartDaemon()
 			pod := f.addPod(t, n, "itself", nil)
 			serveCaller(pod.Host, ":8080")
@@ -162,8 +162,8 @@ func TestPodItself(t *testing.T) {
 					wantCaller(t, pod.Host, net.JoinHostPort(own, "8080"), own)
 				}
 				// Into the pod, from outside and from a nested container.
-				wantCaller(t, n.World, net.JoinHostPort(pod.IPv4, "8080"), netns.WorldIPv4)
-				wantCaller(t, n.World, net.JoinHostPort(pod.IPv6, "8080"), netns.WorldIPv6)
+				wantCaller(t, n.World, net.JoinHostPort(pod.IPv4, "8080"), testbed.WorldIPv4)
+				wantCaller(t, n.World, net.JoinHostPort(pod.IPv6, "8080"), testbed.WorldIPv6)
 				wantCaller(t, nested, "172.30.0.1:8080", "172.30.0.2")
 				wantCaller(t, nested, net.JoinHostPort(pod.IPv4, "8080"), "172.30.0.2")
 			}
@@ -188,7 +188,7 @@ func TestLinkLocal(t *testing.T) {
 			early := f.addPod(t, n, "early", nil)
 			serveCaller(n.Host, ":8081")
 			bridge, _ := linkLocalOf(t, n.Host, "cni0")
-			look := func(t *testing.T, pod *netns.Pod) {
+			look := func(t *testing.T, pod *testbed.Pod) {
 				t.Helper()
 				wantCaller(t, pod.Host, linkLocalIPv4+":80", pod.IPv4)
 				own, index := linkLocalOf(t, pod.Host, "eth0")
@@ -206,9 +206,9 @@ func TestLinkLocal(t *testing.T) {
 }
 
 // linkLocalOf is an interface's fe80:: address, once it may be used, and the interface's number.
-func linkLocalOf(t *testing.T, h *netns.Host, device string) (address, index string) {
+func linkLocalOf(t *testing.T, h *testbed.Host, device string) (address, index string) {
 	t.Helper()
-	netns.Eventually(t, device+" has a link-local address", func() bool {
+	testbed.Eventually(t, device+" has a link-local address", func() bool {
 		w := strings.Fields(h.Exec("ip", "-6", "-oneline", "addr", "show", "dev", device, "scope", "link", "-tentative"))
 		if len(w) < 4 { // "2: eth0 inet6 fe80::1/64 …"
 			return false
@@ -226,14 +226,14 @@ func TestExcludedInterface(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
-			proxy := startRecordingProxy(n, netns.ProxyAddress)
+			n := testbed.NewNode(t, bin)
+			proxy := startRecordingProxy(n, testbed.ProxyAddress)
 			n.StartDaemon()
 			serveCaller(n.World, ":80")
 			open := f.addPod(t, n, "open", annotated(n, map[string]string{"sluice.dev/exclude-interfaces": "ext"}))
 			connectDirectly(n, open, "203.0.113.1", "203.0.113.2")
 			wantCaller(t, open.Host, "203.0.113.2:80", "203.0.113.1")
-			wantCaller(t, open.Host, netns.WorldIPv4+":80", nodeIPv4)
+			wantCaller(t, open.Host, testbed.WorldIPv4+":80", nodeIPv4)
 
 			closed := f.addPod(t, n, "closed", nil)
 			connectDirectly(n, closed, "203.0.113.5", "203.0.113.6")
@@ -248,7 +248,7 @@ func TestExcludedInterface(t *testing.T) {
 }
 
 // connectDirectly joins pod and world by a link that passes the node by.
-func connectDirectly(n *netns.Node, pod *netns.Pod, podIP, worldIP string) {
+func connectDirectly(n *testbed.Node, pod *testbed.Pod, podIP, worldIP string) {
 	peer := "to-" + pod.Name()
 	pod.IP("link", "add", "ext", "type", "veth", "peer", "name", peer, "netns", n.World.Name)
 	pod.IP("addr", "add", podIP+"/30", "dev", "ext")
@@ -263,7 +263,7 @@ func TestUpstreamItself(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			const upstream = "10.88.0.1:18080"
 			n.Config["upstream"] = map[string]any{"address": upstream, "protocol": "connect"}
 			n.StartDaemon()

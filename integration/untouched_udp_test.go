@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // TestUDP: UDP is left alone, except QUIC, which is refused at once so that clients fall back to TCP.
@@ -19,9 +19,9 @@ func TestUDP(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			n.StartDaemon()
-			for _, ip := range []string{netns.WorldIPv4, netns.WorldIPv6} {
+			for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
 				for _, port := range []string{"53", "443"} {
 					echoUDP(t, n.World, net.JoinHostPort(ip, port))
 				}
@@ -31,21 +31,21 @@ func TestUDP(t *testing.T) {
 			nested := pod.Nested()
 			for _, c := range []struct {
 				name    string
-				from    *netns.Host
+				from    *testbed.Host
 				world   string
 				caller  string
 				refused bool
 				port    string
 			}{
-				{"DNS over IPv4", pod.Host, netns.WorldIPv4, pod.IPv4, false, "53"},
-				{"DNS over IPv6", pod.Host, netns.WorldIPv6, pod.IPv6, false, "53"},
-				{"DNS of a nested container", nested, netns.WorldIPv4, pod.IPv4, false, "53"},
-				{"QUIC over IPv4", pod.Host, netns.WorldIPv4, "", true, "443"},
-				{"QUIC over IPv6", pod.Host, netns.WorldIPv6, "", true, "443"},
-				{"QUIC of a nested container over IPv4", nested, netns.WorldIPv4, "", true, "443"},
-				{"QUIC of a nested container over IPv6", nested, netns.WorldIPv6, "", true, "443"},
-				{"QUIC allowed over IPv4", allowed.Host, netns.WorldIPv4, allowed.IPv4, false, "443"},
-				{"QUIC allowed over IPv6", allowed.Host, netns.WorldIPv6, allowed.IPv6, false, "443"},
+				{"DNS over IPv4", pod.Host, testbed.WorldIPv4, pod.IPv4, false, "53"},
+				{"DNS over IPv6", pod.Host, testbed.WorldIPv6, pod.IPv6, false, "53"},
+				{"DNS of a nested container", nested, testbed.WorldIPv4, pod.IPv4, false, "53"},
+				{"QUIC over IPv4", pod.Host, testbed.WorldIPv4, "", true, "443"},
+				{"QUIC over IPv6", pod.Host, testbed.WorldIPv6, "", true, "443"},
+				{"QUIC of a nested container over IPv4", nested, testbed.WorldIPv4, "", true, "443"},
+				{"QUIC of a nested container over IPv6", nested, testbed.WorldIPv6, "", true, "443"},
+				{"QUIC allowed over IPv4", allowed.Host, testbed.WorldIPv4, allowed.IPv4, false, "443"},
+				{"QUIC allowed over IPv6", allowed.Host, testbed.WorldIPv6, allowed.IPv6, false, "443"},
 			} {
 				t.Run(c.name, func(t *testing.T) {
 					caller, err := askUDP(patience(t), c.from, net.JoinHostPort(c.world, c.port))
@@ -62,7 +62,7 @@ func TestUDP(t *testing.T) {
 }
 
 // echoUDP tells everybody who asks which address they ask from.
-func echoUDP(t *testing.T, h *netns.Host, address string) {
+func echoUDP(t *testing.T, h *testbed.Host, address string) {
 	t.Helper()
 	var s net.PacketConn
 	if err := h.Do(func() (err error) {
@@ -85,7 +85,7 @@ func echoUDP(t *testing.T, h *netns.Host, address string) {
 }
 
 // askUDP asks until there is an answer, or a refusal.
-func askUDP(ctx context.Context, h *netns.Host, address string) (string, error) {
+func askUDP(ctx context.Context, h *testbed.Host, address string) (string, error) {
 	c, err := h.Dial(ctx, "udp", address)
 	if err != nil {
 		return "", err

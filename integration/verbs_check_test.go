@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -65,7 +65,7 @@ func TestCheckNamesDrift(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			serveWeb(n)
 			n.StartDaemon()
 			pod := f.addPod(t, n, "drifting", nil)
@@ -88,7 +88,7 @@ func TestCheckNamesDrift(t *testing.T) {
 }
 
 // tamper changes the pod's rules with the tools of the flavour.
-func tamper(pod *netns.Pod, f flavour, iptables, nft []string) {
+func tamper(pod *testbed.Pod, f flavour, iptables, nft []string) {
 	if f.backend == "nftables" {
 		for _, command := range nft {
 			pod.Exec("nft", command)
@@ -106,7 +106,7 @@ func TestCheckNamesWhatIsNotThere(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			d := n.StartDaemon()
 			pod := f.addPod(t, n, "checked", nil)
 			if err := pod.Check(); err != nil {
@@ -136,11 +136,11 @@ func TestGC(t *testing.T) {
 	for _, daemon := range []string{"up", "down"} {
 		t.Run("with the daemon "+daemon, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			d := n.StartDaemon()
 			valid, stale := n.NewPod("valid"), n.NewPod("stale")
 			gone, other := n.NewPod("gone"), n.NewPod("other")
-			for _, pod := range []*netns.Pod{valid, stale, gone} {
+			for _, pod := range []*testbed.Pod{valid, stale, gone} {
 				callFor(n, pod).must(t, "ADD")
 			}
 			secondary := callFor(n, other).with(func(c *call) { c.conf = map[string]any{"name": "secondary"} })
@@ -180,17 +180,17 @@ func TestGC(t *testing.T) {
 // TestGCThroughTheChain is the same as a runtime does it.
 func TestGCThroughTheChain(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	d := n.StartDaemon()
 	valid, stale := n.AddPod("valid"), n.AddPod("stale")
 	if err := n.GC(valid); err != nil {
 		t.Fatal(describe(err))
 	}
 	if r := n.Records(); len(r) != 1 || r[0].ContainerID != valid.ID {
-		t.Errorf("left on disk: %s", netns.JSON(r))
+		t.Errorf("left on disk: %s", testbed.JSON(r))
 	}
 	if s := d.Status(); len(s.Attachments) != 1 {
-		t.Errorf("the daemon has %s", netns.JSON(s.Attachments))
+		t.Errorf("the daemon has %s", testbed.JSON(s.Attachments))
 	}
 	wantNoTraces(t, n, stale.Host)
 	if err := valid.Check(); err != nil {
@@ -206,7 +206,7 @@ if command -v iptables-restore; then exit 1; fi`
 	for _, c := range []struct {
 		name   string
 		plugin map[string]any
-		setup  func(t *testing.T, n *netns.Node) string
+		setup  func(t *testing.T, n *testbed.Node) string
 		daemon bool
 		code   uint // 0 for none
 		names  string
@@ -225,16 +225,16 @@ if command -v iptables-restore; then exit 1; fi`
 		},
 		{
 			name: "the upstream is needed, and there", plugin: map[string]any{"statusNeedsUpstream": true},
-			setup: func(t *testing.T, n *netns.Node) string {
+			setup: func(t *testing.T, n *testbed.Node) string {
 				startConnectProxy(n)
 				d := n.StartDaemon()
-				netns.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
+				testbed.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
 				return ""
 			},
 		},
 		{
 			name: "records cannot be made", code: 50, names: "recorded.*not a directory",
-			setup: func(t *testing.T, n *netns.Node) string {
+			setup: func(t *testing.T, n *testbed.Node) string {
 				if err := os.WriteFile(n.StateDir(), nil, 0o600); err != nil {
 					t.Fatal(err)
 				}
@@ -243,7 +243,7 @@ if command -v iptables-restore; then exit 1; fi`
 		},
 		{
 			name: "records are on a read-only file system", code: 50, names: "recorded.*read-only",
-			setup: func(t *testing.T, n *netns.Node) string {
+			setup: func(t *testing.T, n *testbed.Node) string {
 				if err := os.MkdirAll(filepath.Join(n.StateDir(), "attachments"), 0o700); err != nil {
 					t.Fatal(err)
 				}
@@ -253,13 +253,13 @@ if command -v iptables-restore; then exit 1; fi`
 		{name: "records are on a full file system", code: 50, names: "recorded.*no space left", setup: fullDisk},
 		{
 			name: "no iptables, and nothing else will do", plugin: map[string]any{"backend": "iptables"}, code: 50, names: "backend.*install iptables",
-			setup: func(*testing.T, *netns.Node) string { return noBinaries },
+			setup: func(*testing.T, *testbed.Node) string { return noBinaries },
 		},
-		{name: "no iptables, but nftables", setup: func(*testing.T, *netns.Node) string { return noBinaries }},
+		{name: "no iptables, but nftables", setup: func(*testing.T, *testbed.Node) string { return noBinaries }},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			maps.Copy(n.Plugin, c.plugin)
 			if c.daemon {
 				n.StartDaemon()
@@ -286,13 +286,13 @@ if command -v iptables-restore; then exit 1; fi`
 // TestWithoutIPTables: nftables needs no program on the node.
 func TestWithoutIPTables(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	n.StartDaemon()
 	pod := n.NewPod("bare")
 	add := callFor(n, pod).with(func(c *call) { c.setup = "mount -t tmpfs none /usr/sbin" })
 	add.must(t, "ADD")
 	if r := n.Records(); len(r) != 1 || r[0].State != attach.Captured || r[0].Installed.Backend != "nftables" {
-		t.Errorf("recorded: %s", netns.JSON(r))
+		t.Errorf("recorded: %s", testbed.JSON(r))
 	}
 	add.must(t, "CHECK")
 	add.must(t, "DEL")

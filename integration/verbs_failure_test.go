@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // TestHalfWayFailure: the rules are in when the record cannot be written; ADD takes them out again.
@@ -19,12 +19,12 @@ func TestHalfWayFailure(t *testing.T) {
 		for _, daemon := range []string{"up", "down"} {
 			t.Run(f.name+" with the daemon "+daemon, func(t *testing.T) {
 				t.Parallel()
-				n := netns.NewNode(t, bin)
+				n := testbed.NewNode(t, bin)
 				n.Plugin["backend"] = f.backend
 				pod := n.NewPod("unlucky")
 				f.prepare(pod)
 				before := rulesIn(pod.Host)
-				var d *netns.Daemon
+				var d *testbed.Daemon
 				if daemon == "up" {
 					d = n.StartDaemon()
 				}
@@ -35,7 +35,7 @@ func TestHalfWayFailure(t *testing.T) {
 					t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
 				}
 				if d != nil && len(d.Status().Attachments) > 0 {
-					t.Errorf("the daemon still has %s", netns.JSON(d.Status().Attachments))
+					t.Errorf("the daemon still has %s", testbed.JSON(d.Status().Attachments))
 				}
 			})
 		}
@@ -48,7 +48,7 @@ func TestHalfWayFailureOfSecondAdd(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			serveWeb(n)
 			d := n.StartDaemon()
 			pod := f.addPod(t, n, "lucky", nil)
@@ -62,14 +62,14 @@ func TestHalfWayFailureOfSecondAdd(t *testing.T) {
 			}
 			wantCaller(t, pod.Host, web, nodeIPv4)
 			if d.Of(pod).State != "captured" || len(n.Records()) != 1 {
-				t.Errorf("the daemon says %s, the disk %s", netns.JSON(d.Of(pod)), netns.JSON(n.Records()))
+				t.Errorf("the daemon says %s, the disk %s", testbed.JSON(d.Of(pod)), testbed.JSON(n.Records()))
 			}
 		})
 	}
 }
 
 // fullDisk puts a full file system where the records go.
-func fullDisk(t *testing.T, n *netns.Node) string {
+func fullDisk(t *testing.T, n *testbed.Node) string {
 	t.Helper()
 	if err := os.MkdirAll(n.StateDir(), 0o700); err != nil {
 		t.Fatal(err)
@@ -97,7 +97,7 @@ func withoutEmpty(rules string) string {
 // TestIPv6ThatCannotBeCaptured: a pod that could go round by IPv6 does not start.
 func TestIPv6ThatCannotBeCaptured(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	broken := t.TempDir()
 	for _, tool := range []string{"ip6tables-restore", "ip6tables-nft-restore", "ip6tables-legacy-restore"} {
 		if err := os.WriteFile(filepath.Join(broken, tool), []byte("#!/bin/sh\necho IPv6 is broken here >&2\nexit 1\n"), 0o755); err != nil {
@@ -106,7 +106,7 @@ func TestIPv6ThatCannotBeCaptured(t *testing.T) {
 	}
 	serveWeb(n)
 	d := n.StartDaemon()
-	add := func(t *testing.T, backend, ipv6 string) (*netns.Pod, error) {
+	add := func(t *testing.T, backend, ipv6 string) (*testbed.Pod, error) {
 		n.Plugin["backend"] = backend
 		pod := n.NewPod("dual")
 		pod.IP("link", "add", "eth0", "type", "veth", "peer", "name", "nowhere")
@@ -126,7 +126,7 @@ func TestIPv6ThatCannotBeCaptured(t *testing.T) {
 		wantError(t, err, 0, "IPv6 address", "IPv6 is broken here")
 		wantNoTraces(t, n, pod.Host)
 		if s := d.Status(); len(s.Attachments) > 0 {
-			t.Errorf("the daemon still has %s", netns.JSON(s.Attachments))
+			t.Errorf("the daemon still has %s", testbed.JSON(s.Attachments))
 		}
 	})
 	t.Run("it has none", func(t *testing.T) {
@@ -135,7 +135,7 @@ func TestIPv6ThatCannotBeCaptured(t *testing.T) {
 			t.Fatal(describe(err))
 		}
 		if r := n.Records(); len(r) != 1 || r[0].Installed.IPv6 {
-			t.Errorf("recorded: %s; want IPv4 only", netns.JSON(r))
+			t.Errorf("recorded: %s; want IPv4 only", testbed.JSON(r))
 		}
 		callFor(n, pod).must(t, "CHECK")
 	})
@@ -146,7 +146,7 @@ func TestIPv6ThatCannotBeCaptured(t *testing.T) {
 		}
 		for _, r := range n.Records() {
 			if r.ContainerID == pod.ID && (r.Installed.Backend != "nftables" || !r.Installed.IPv6) {
-				t.Errorf("installed: %s; want both families by nftables", netns.JSON(r.Installed))
+				t.Errorf("installed: %s; want both families by nftables", testbed.JSON(r.Installed))
 			}
 		}
 	})
@@ -155,7 +155,7 @@ func TestIPv6ThatCannotBeCaptured(t *testing.T) {
 // TestAddThatMayNotGuess: where onDaemonDown is fail, ADD is to be tried again, and then works.
 func TestAddThatMayNotGuess(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	n.Plugin["onDaemonDown"] = "fail"
 	pod := n.NewPod("patient")
 	before := rulesIn(pod.Host)
@@ -191,9 +191,9 @@ func TestExcludedNamespaces(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			maps.Copy(n.Plugin, c.plugin)
-			serveCaller(n.World, net.JoinHostPort(netns.WorldIPv6, "80"))
+			serveCaller(n.World, net.JoinHostPort(testbed.WorldIPv6, "80"))
 			pod := n.NewPod("passing").InNamespace(c.pod)
 			before := rulesIn(pod.Host)
 			if err := pod.Add(); err != nil {
@@ -203,7 +203,7 @@ func TestExcludedNamespaces(t *testing.T) {
 				t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
 			}
 			wantNoTraces(t, n, pod.Host)
-			wantCaller(t, pod.Host, net.JoinHostPort(netns.WorldIPv6, "80"), pod.IPv6)
+			wantCaller(t, pod.Host, net.JoinHostPort(testbed.WorldIPv6, "80"), pod.IPv6)
 			if err := pod.Check(); err != nil {
 				t.Errorf("CHECK: %s", describe(err))
 			}

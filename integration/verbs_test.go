@@ -7,13 +7,13 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // serveWeb serves the world's one page, and a proxy on the way there: `seen` from there, the pod was captured.
-func serveWeb(n *netns.Node) *recordingProxy {
+func serveWeb(n *testbed.Node) *recordingProxy {
 	serveCaller(n.World, web)
-	return startRecordingProxy(n, netns.ProxyAddress)
+	return startRecordingProxy(n, testbed.ProxyAddress)
 }
 
 func TestVersionsThroughTheChain(t *testing.T) {
@@ -21,7 +21,7 @@ func TestVersionsThroughTheChain(t *testing.T) {
 	for _, version := range []string{"0.3.1", "0.4.0", "1.0.0"} {
 		t.Run(version, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			n.CNIVersion = version
 			serveWeb(n)
 			d := n.StartDaemon()
@@ -35,7 +35,7 @@ func TestVersionsThroughTheChain(t *testing.T) {
 			}
 			wantNoTraces(t, n, pod.Host)
 			if s := d.Status(); len(s.Attachments) > 0 {
-				t.Errorf("the daemon still has %s", netns.JSON(s.Attachments))
+				t.Errorf("the daemon still has %s", testbed.JSON(s.Attachments))
 			}
 		})
 	}
@@ -44,7 +44,7 @@ func TestVersionsThroughTheChain(t *testing.T) {
 // TestResultComesOutAsItCameIn: in every version, with what no version knows.
 func TestResultComesOutAsItCameIn(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	n.StartDaemon()
 	for i, version := range []string{"0.3.1", "0.4.0", "1.0.0", "1.1.0"} {
 		t.Run(version, func(t *testing.T) {
@@ -73,7 +73,7 @@ func TestResultComesOutAsItCameIn(t *testing.T) {
 
 func TestVersionVerb(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	out := (&call{node: n, stdin: []byte(`{"cniVersion":"1.1.0"}`)}).must(t, "VERSION")
 	var v struct{ SupportedVersions []string }
 	if err := json.Unmarshal(out, &v); err != nil {
@@ -87,7 +87,7 @@ func TestVersionVerb(t *testing.T) {
 // TestUnchained: alone there is nothing that sluice could do.
 func TestUnchained(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	n.StartDaemon()
 	pod := n.NewPod("alone")
 	for _, verb := range []string{"ADD", "CHECK"} {
@@ -104,7 +104,7 @@ func TestAddTwice(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			serveCaller(n.World, web)
 			d := n.StartDaemon()
 			pod := f.addPod(t, n, "twice", nil)
@@ -114,7 +114,7 @@ func TestAddTwice(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer conn.Close() //nolint:errcheck // read to its end
-			netns.Eventually(t, "the connection waits", func() bool { return d.Of(pod).Waiting == 1 })
+			testbed.Eventually(t, "the connection waits", func() bool { return d.Of(pod).Waiting == 1 })
 			for range 2 {
 				callFor(n, pod).must(t, "ADD")
 			}
@@ -122,12 +122,12 @@ func TestAddTwice(t *testing.T) {
 				t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
 			}
 			if s := d.Status(); len(s.Attachments) != 1 || s.Attachments[0].Waiting != 1 {
-				t.Errorf("the daemon has %s; want one attachment with one connection", netns.JSON(s.Attachments))
+				t.Errorf("the daemon has %s; want one attachment with one connection", testbed.JSON(s.Attachments))
 			}
 			if err := pod.Check(); err != nil {
 				t.Errorf("CHECK: %s", describe(err))
 			}
-			startRecordingProxy(n, netns.ProxyAddress)
+			startRecordingProxy(n, testbed.ProxyAddress)
 			if got, err := readAll(patience(t), conn); err != nil || got != nodeIPv4 {
 				t.Errorf("the connection that waited ended with %q, %v", got, err)
 			}
@@ -138,7 +138,7 @@ func TestAddTwice(t *testing.T) {
 // TestAddTwiceWithoutDaemon: the second ADD of a pod that is captured provisionally, and one after that.
 func TestAddTwiceWithoutDaemon(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	pod := n.AddPod("twice")
 	callFor(n, pod).must(t, "ADD")
 	n.StartDaemon()
@@ -155,57 +155,57 @@ func TestDelLeavesNothing(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		name string
-		del  func(t *testing.T, n *netns.Node, d *netns.Daemon, pod *netns.Pod)
+		del  func(t *testing.T, n *testbed.Node, d *testbed.Daemon, pod *testbed.Pod)
 	}{
-		{"with everything there", func(t *testing.T, n *netns.Node, _ *netns.Daemon, pod *netns.Pod) {
+		{"with everything there", func(t *testing.T, n *testbed.Node, _ *testbed.Daemon, pod *testbed.Pod) {
 			callFor(n, pod).must(t, "DEL")
 			wantNoTraces(t, n, pod.Host)
 		}},
-		{"twice", func(t *testing.T, n *netns.Node, _ *netns.Daemon, pod *netns.Pod) {
+		{"twice", func(t *testing.T, n *testbed.Node, _ *testbed.Daemon, pod *testbed.Pod) {
 			callFor(n, pod).must(t, "DEL")
 			callFor(n, pod).must(t, "DEL")
 			wantNoTraces(t, n, pod.Host)
 		}},
-		{"with the daemon down", func(t *testing.T, n *netns.Node, d *netns.Daemon, pod *netns.Pod) {
+		{"with the daemon down", func(t *testing.T, n *testbed.Node, d *testbed.Daemon, pod *testbed.Pod) {
 			d.Kill()
 			callFor(n, pod).must(t, "DEL")
 			wantNoTraces(t, n, pod.Host)
 		}},
-		{"with the netns gone", func(t *testing.T, n *netns.Node, _ *netns.Daemon, pod *netns.Pod) {
+		{"with the netns gone", func(t *testing.T, n *testbed.Node, _ *testbed.Daemon, pod *testbed.Pod) {
 			pod.Delete()
 			callFor(n, pod).must(t, "DEL")
 		}},
-		{"with the netns gone and the daemon down", func(t *testing.T, n *netns.Node, d *netns.Daemon, pod *netns.Pod) {
+		{"with the netns gone and the daemon down", func(t *testing.T, n *testbed.Node, d *testbed.Daemon, pod *testbed.Pod) {
 			d.Kill()
 			pod.Delete()
 			callFor(n, pod).must(t, "DEL")
 		}},
-		{"with no netns named", func(t *testing.T, n *netns.Node, _ *netns.Daemon, pod *netns.Pod) {
+		{"with no netns named", func(t *testing.T, n *testbed.Node, _ *testbed.Daemon, pod *testbed.Pod) {
 			callFor(n, pod).with(func(c *call) { c.netns = "" }).must(t, "DEL")
 			wantNoTraces(t, n, pod.Host)
 		}},
-		{"with no prevResult", func(t *testing.T, n *netns.Node, _ *netns.Daemon, pod *netns.Pod) {
+		{"with no prevResult", func(t *testing.T, n *testbed.Node, _ *testbed.Daemon, pod *testbed.Pod) {
 			callFor(n, pod).with(func(c *call) { c.prevResult = nil }).must(t, "DEL")
 			wantNoTraces(t, n, pod.Host)
 		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
+			n := testbed.NewNode(t, bin)
 			d := n.StartDaemon()
 			pod := n.AddPod("leaving")
 			veth := nodeVeth(t, n)
 			c.del(t, n, d, pod)
 			if r := n.Records(); len(r) > 0 {
-				t.Errorf("left on disk: %s", netns.JSON(r))
+				t.Errorf("left on disk: %s", testbed.JSON(r))
 			}
 			pod.Delete()
-			netns.Eventually(t, "the netns and with it the node's veth is gone", func() bool {
+			testbed.Eventually(t, "the netns and with it the node's veth is gone", func() bool {
 				_, err := n.TryExec("ip", "link", "show", veth)
 				return err != nil
 			})
 			if !d.Ended() && len(d.Status().Attachments) > 0 {
-				t.Errorf("the daemon still has %s", netns.JSON(d.Status().Attachments))
+				t.Errorf("the daemon still has %s", testbed.JSON(d.Status().Attachments))
 			}
 			if strings.Contains(d.Log(), "level=ERROR") {
 				t.Errorf("a DEL is no error, but the daemon logs one:\n%s", d.Log())
@@ -215,7 +215,7 @@ func TestDelLeavesNothing(t *testing.T) {
 }
 
 // nodeVeth is the node's end of the only pod's link.
-func nodeVeth(t *testing.T, n *netns.Node) string {
+func nodeVeth(t *testing.T, n *testbed.Node) string {
 	t.Helper()
 	for line := range strings.Lines(n.Exec("ip", "-oneline", "link", "show", "master", "cni0")) {
 		name, _, _ := strings.Cut(strings.Fields(line)[1], "@")
@@ -227,7 +227,7 @@ func nodeVeth(t *testing.T, n *netns.Node) string {
 
 func TestDelWithoutAdd(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	pod := n.NewPod("never")
 	callFor(n, pod).must(t, "DEL")
 	n.StartDaemon()
@@ -240,16 +240,16 @@ func TestDelWithoutAdd(t *testing.T) {
 // TestMissedDel: the netns goes without a word; nothing of sluice's holds it.
 func TestMissedDel(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	d := n.StartDaemon()
 	pod := n.AddPod("lost")
 	veth := nodeVeth(t, n)
 	pod.Delete()
-	netns.Eventually(t, "the netns and with it the node's veth is gone", func() bool {
+	testbed.Eventually(t, "the netns and with it the node's veth is gone", func() bool {
 		_, err := n.TryExec("ip", "link", "show", veth)
 		return err != nil
 	})
-	netns.Eventually(t, "daemon and disk forget it", func() bool { return len(d.Status().Attachments)+len(n.Records()) == 0 })
+	testbed.Eventually(t, "daemon and disk forget it", func() bool { return len(d.Status().Attachments)+len(n.Records()) == 0 })
 }
 
 // TestDelOfNetnsThatLivesOn: it is as it was before ADD.
@@ -259,7 +259,7 @@ func TestDelOfNetnsThatLivesOn(t *testing.T) {
 		for _, daemon := range []string{"up", "down"} {
 			t.Run(f.name+" with the daemon "+daemon, func(t *testing.T) {
 				t.Parallel()
-				n := netns.NewNode(t, bin)
+				n := testbed.NewNode(t, bin)
 				serveWeb(n)
 				d := n.StartDaemon()
 				pod := f.addPod(t, n, "free", nil)
@@ -282,7 +282,7 @@ func TestTwoAttachments(t *testing.T) {
 		for _, daemon := range []string{"up", "down"} {
 			t.Run("DEL of "+first+" first with the daemon "+daemon, func(t *testing.T) {
 				t.Parallel()
-				n := netns.NewNode(t, bin)
+				n := testbed.NewNode(t, bin)
 				serveWeb(n)
 				d := n.StartDaemon()
 				pod := n.AddPod("twofold")

@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // TestCapturePortIsNoWayIn: port 15001 takes what was redirected to it and nothing else, whoever asks and
@@ -24,8 +24,8 @@ func TestCapturePortIsNoWayIn(t *testing.T) {
 	for _, f := range flavours {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			n := netns.NewNode(t, bin)
-			proxy := startRecordingProxy(n, netns.ProxyAddress)
+			n := testbed.NewNode(t, bin)
+			proxy := startRecordingProxy(n, testbed.ProxyAddress)
 			serveCaller(n.World, web)
 			d := n.StartDaemon()
 			pod := f.addPod(t, n, "target", nil)
@@ -34,7 +34,7 @@ func TestCapturePortIsNoWayIn(t *testing.T) {
 			knock := func() {
 				var wg sync.WaitGroup
 				for _, c := range []struct {
-					from      *netns.Host
+					from      *testbed.Host
 					addresses []string
 				}{
 					{n.Host, []string{pod.IPv4, pod.IPv6}},
@@ -65,8 +65,8 @@ func TestCapturePortIsNoWayIn(t *testing.T) {
 // gate, and what the proxy dials on its behalf is nobody's.
 func TestCapturePortOfAnotherPod(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
-	proxy := startRecordingProxy(n, netns.ProxyAddress)
+	n := testbed.NewNode(t, bin)
+	proxy := startRecordingProxy(n, testbed.ProxyAddress)
 	d := n.StartDaemon()
 	target, other := n.AddPod("target"), n.AddPod("other")
 	for _, ip := range []string{target.IPv4, target.IPv6} {
@@ -87,9 +87,9 @@ func TestCapturePortOfAnotherPod(t *testing.T) {
 // is never asked for it: it would answer with what the node may see.
 func TestDestinationsThatMeanSomethingElseOnTheNode(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	n.Config["capture"] = map[string]any{"source": "all", "excludeCIDRs": []string{}}
-	proxy := startRecordingProxy(n, netns.ProxyAddress)
+	proxy := startRecordingProxy(n, testbed.ProxyAddress)
 	serveCaller(n.World, web)
 	d := n.StartDaemon()
 	pod := n.AddPod("curious")
@@ -113,7 +113,7 @@ func TestDestinationsThatMeanSomethingElseOnTheNode(t *testing.T) {
 				t.Error("the proxy was asked for it")
 			}
 			want := "to=" + c.destination
-			netns.Eventually(t, "the daemon says that it refused a connection "+want, func() bool {
+			testbed.Eventually(t, "the daemon says that it refused a connection "+want, func() bool {
 				return strings.Contains(strings.ReplaceAll(d.Log(), `"`, ""), want)
 			})
 		})
@@ -124,8 +124,8 @@ func TestDestinationsThatMeanSomethingElseOnTheNode(t *testing.T) {
 // TestMetadataServiceBehindOwnRules: the same where the addresses are excluded, as by default they are.
 func TestMetadataServiceBehindOwnRules(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
-	proxy := startRecordingProxy(n, netns.ProxyAddress)
+	n := testbed.NewNode(t, bin)
+	proxy := startRecordingProxy(n, testbed.ProxyAddress)
 	n.StartDaemon()
 	pod := n.AddPod("clever")
 	redirect(pod, "iptables -d 169.254.169.254")
@@ -139,14 +139,14 @@ func TestMetadataServiceBehindOwnRules(t *testing.T) {
 }
 
 // redirect adds a rule of the pod's own that leads to the capture port.
-func redirect(pod *netns.Pod, rule string) {
+func redirect(pod *testbed.Pod, rule string) {
 	w := strings.Fields(rule)
 	args := append([]string{"-t", "nat", "-I", "OUTPUT", "-p", "tcp"}, w[1:]...)
 	pod.Exec(w[0], append(args, "-j", "REDIRECT", "--to-ports", "15001")...)
 }
 
 // wantReset fails the test unless a connection is accepted, and then reset without a byte.
-func wantReset(t *testing.T, h *netns.Host, address string) {
+func wantReset(t *testing.T, h *testbed.Host, address string) {
 	t.Helper()
 	got, err := callerAt(patience(t), h, address)
 	if !errors.Is(err, unix.ECONNRESET) || got != "" {
@@ -157,7 +157,7 @@ func wantReset(t *testing.T, h *netns.Host, address string) {
 // TestAgentSocketIsForRoot: by its mode, and where something else makes it reachable, by who connects.
 func TestAgentSocketIsForRoot(t *testing.T) {
 	t.Parallel()
-	n := netns.NewNode(t, bin)
+	n := testbed.NewNode(t, bin)
 	// Everybody may look here; only the socket itself is in the way.
 	dir := t.TempDir()
 	for _, d := range []string{dir, filepath.Dir(dir)} {
@@ -167,9 +167,9 @@ func TestAgentSocketIsForRoot(t *testing.T) {
 	}
 	socket := filepath.Join(dir, "agent.sock")
 	n.Config["agentSocket"] = socket
-	d := netns.Launch(n.Host, filepath.Join(bin, "sluiced"), "run", "--config", configFile(t, n.Config))
+	d := testbed.Launch(n.Host, filepath.Join(bin, "sluiced"), "run", "--config", configFile(t, n.Config))
 	asRoot := func() error { return askSocket(t.Context(), socket, 0) }
-	netns.Eventually(t, "the daemon answers root", func() bool { return asRoot() == nil })
+	testbed.Eventually(t, "the daemon answers root", func() bool { return asRoot() == nil })
 
 	info, err := os.Stat(socket)
 	if err != nil || info.Mode().Perm() != 0o600 {
@@ -189,7 +189,7 @@ func TestAgentSocketIsForRoot(t *testing.T) {
 	if err := asRoot(); err != nil {
 		t.Errorf("asking as root afterwards: %v", err)
 	}
-	netns.Eventually(t, "the daemon says that it turned somebody away", func() bool {
+	testbed.Eventually(t, "the daemon says that it turned somebody away", func() bool {
 		return strings.Contains(d.Log(), "peer turned away")
 	})
 }

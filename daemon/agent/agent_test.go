@@ -17,12 +17,12 @@ import (
 	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/daemon/relay"
 	"github.com/sluice-cni/sluice/daemon/upstream"
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-func TestMain(m *testing.M) { os.Exit(nstest.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
 // testAgent is an agent whose upstream never comes, with its records.
 type testAgent struct {
@@ -72,7 +72,7 @@ func unknown(attach.Attachment, []string) (attach.Decision, error) {
 	return attach.Decision{}, fmt.Errorf("%w: the API server is away", optin.ErrUnknown)
 }
 
-func attachment(h *nstest.Host, ifName string) attach.Attachment {
+func attachment(h *testbed.Host, ifName string) attach.Attachment {
 	return attach.Attachment{
 		ID: attach.ID{ContainerID: h.Name, IfName: ifName}, Network: "pods", Netns: h.Path(),
 		Pod: attach.Pod{Namespace: "ci", Name: "web-0"}, IPs: []netip.Addr{netip.MustParseAddr("198.51.100.2")},
@@ -80,7 +80,7 @@ func attachment(h *nstest.Host, ifName string) attach.Attachment {
 }
 
 // listening tells whether somebody accepts connections on the capture port of h.
-func listening(t *testing.T, h *nstest.Host) bool {
+func listening(t *testing.T, h *testbed.Host) bool {
 	t.Helper()
 	ok := true
 	for _, address := range []string{"127.0.0.1:15001", "[::1]:15001"} {
@@ -106,7 +106,7 @@ func (a *testAgent) of(id attach.ID) (attach.AttachmentStatus, bool) {
 
 func TestAttachToCapture(t *testing.T) {
 	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, capture)
 	at := attachment(h, "eth0")
 	for range 2 { // a runtime may ask again
@@ -133,7 +133,7 @@ func TestAttachToCapture(t *testing.T) {
 
 func TestAttachNotToCapture(t *testing.T) {
 	t.Parallel()
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, pass)
 	d, err := a.Attach(t.Context(), attachment(h, "eth0"))
 	if err != nil || d.Capture {
@@ -146,9 +146,9 @@ func TestAttachNotToCapture(t *testing.T) {
 
 func TestAttachIsRefused(t *testing.T) {
 	t.Parallel()
-	taken := nstest.NewHost(t, "taken")
+	taken := testbed.NewHost(t, "taken")
 	taken.Listen("127.0.0.1:15001")
-	free := nstest.NewHost(t, "pod")
+	free := testbed.NewHost(t, "pod")
 	gone := attachment(free, "eth0")
 	gone.Netns = "/run/netns/there-is-no-such-netns"
 	bad := attachment(free, "eth0")
@@ -178,7 +178,7 @@ func TestAttachIsRefused(t *testing.T) {
 // TestAttachmentsOfOneNetnsShareAGate: the last one closes it.
 func TestAttachmentsOfOneNetnsShareAGate(t *testing.T) {
 	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	var seen []string
 	a := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
 		seen = interfaces
@@ -205,7 +205,7 @@ func TestAttachmentsOfOneNetnsShareAGate(t *testing.T) {
 // TestAttachAgainInANewNetns: the same attachment, and the same path, but another netns.
 func TestAttachAgainInANewNetns(t *testing.T) {
 	t.Parallel()
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, capture)
 	for range 3 {
 		if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
@@ -215,7 +215,7 @@ func TestAttachAgainInANewNetns(t *testing.T) {
 			t.Fatal("nobody listens")
 		}
 		h.Delete()
-		nstest.Run(t, "ip", "netns", "add", h.Name)
+		testbed.Run(t, "ip", "netns", "add", h.Name)
 		h.IP("link", "set", "lo", "up")
 	}
 	if got := len(a.Status().Attachments); got != 1 {
@@ -225,7 +225,7 @@ func TestAttachAgainInANewNetns(t *testing.T) {
 
 func TestConcurrentAttachAndDetach(t *testing.T) {
 	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, capture)
 	c := serveAgent(t, a)
 	at := attachment(h, "eth0")
@@ -257,7 +257,7 @@ func TestConcurrentAttachAndDetach(t *testing.T) {
 // TestRunClosesEveryGate: the rules stay, so connections wait for the next daemon.
 func TestRunClosesEveryGate(t *testing.T) {
 	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, capture)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error)

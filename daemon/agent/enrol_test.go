@@ -15,7 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/sluice-cni/sluice/daemon/optin"
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -115,7 +115,7 @@ func TestEnrolledAndReleasedLive(t *testing.T) {
 	}
 	before.check(t, "captured")
 	p.ask(t, server+":80")
-	nstest.Eventually(t, "a new connection waits for the upstream", func() bool {
+	testbed.Eventually(t, "a new connection waits for the upstream", func() bool {
 		s, _ := a.of(id)
 		return s.Waiting == 1
 	})
@@ -172,10 +172,10 @@ func TestSYNUnderWayIsCaptured(t *testing.T) {
 		r := a.write(t, p.Host, attach.Captured, p.apply(t, backend))
 		a.Reconcile(t.Context())
 		p.ask(t, nobody+":81")
-		nstest.Eventually(t, "its SYN has gone out", func() bool { return strings.Contains(p.Exec("conntrack", "-L"), "dst="+nobody+" ") })
+		testbed.Eventually(t, "its SYN has gone out", func() bool { return strings.Contains(p.Exec("conntrack", "-L"), "dst="+nobody+" ") })
 		w.set(capture)
 		a.Reconsider(t.Context())
-		nstest.Eventually(t, "it waits at the gate", func() bool {
+		testbed.Eventually(t, "it waits at the gate", func() bool {
 			s, _ := a.of(r.ID)
 			return s.Waiting == 1
 		})
@@ -218,7 +218,7 @@ func TestReleasedConnectionsGoOn(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		nstest.Eventually(t, "the connection waits", func() bool {
+		testbed.Eventually(t, "the connection waits", func() bool {
 			s, _ := a.of(r.ID)
 			return s.Waiting == 1
 		})
@@ -231,7 +231,7 @@ func TestReleasedConnectionsGoOn(t *testing.T) {
 		if _, err := c.Write([]byte("x")); err != nil {
 			t.Error(err)
 		}
-		nstest.Eventually(t, "what it sends arrives in the gate", func() bool {
+		testbed.Eventually(t, "what it sends arrives in the gate", func() bool {
 			return strings.TrimSpace(p.Exec("ss", "-Hnt", "state", "established", "sport = :15001 and dport != :15001")) != "" &&
 				strings.HasPrefix(p.Exec("ss", "-Hnt", "state", "established", "sport = :15001"), "1 ")
 		})
@@ -256,7 +256,7 @@ func TestNothingIsLeftOfAReleasedPod(t *testing.T) {
 		if rules := p.rules(); strings.Contains(strings.ToLower(rules), "sluice") {
 			t.Errorf("rules are left:\n%s", rules)
 		}
-		nstest.Eventually(t, "nobody listens", func() bool { return p.Exec("ss", "-Hlnt", "sport = :15001") == "" })
+		testbed.Eventually(t, "nobody listens", func() bool { return p.Exec("ss", "-Hlnt", "sport = :15001") == "" })
 		if got, err := a.store.Read(r.ID); err != nil || got.State != attach.Passed || got.Installed != nil {
 			t.Errorf("record: got %+v, %v", got, err)
 		}
@@ -288,7 +288,7 @@ func TestPodsThatCannotBeCapturedAreTold(t *testing.T) {
 // TestLongWaitsAreTold: of connections, not of an upstream that nobody misses.
 func TestLongWaitsAreTold(t *testing.T) {
 	t.Parallel()
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	w := newWishes()
 	w.set(capture)
 	a := newAgentFor(t, w)
@@ -311,7 +311,7 @@ func TestLongWaitsAreTold(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close() //nolint:errcheck // nothing was asked
-	nstest.Eventually(t, "the connection waits", func() bool {
+	testbed.Eventually(t, "the connection waits", func() bool {
 		s, _ := a.of(at.ID)
 		return s.Waiting == 1
 	})

@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -58,7 +58,7 @@ func TestInboundPortsChangeLive(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer out.Close() //nolint:errcheck // it only waits
-		nstest.Eventually(t, "an outbound connection waits", waits(1))
+		testbed.Eventually(t, "an outbound connection waits", waits(1))
 
 		for range 2 { // whether it is the first time or not
 			w.set(captureInbound)
@@ -79,7 +79,7 @@ func TestInboundPortsChangeLive(t *testing.T) {
 		w.set(captureInbound)
 		a.Reconsider(t.Context())
 		p.ask(t, service)
-		nstest.Eventually(t, "an inbound connection waits too", waits(2))
+		testbed.Eventually(t, "an inbound connection waits too", waits(2))
 		w.set(capture)
 		a.Reconsider(t.Context())
 		a.Reconcile(t.Context())
@@ -100,7 +100,7 @@ func TestInboundPortsChangeLive(t *testing.T) {
 // TestInboundAtEveryAddress that a pod has, by whichever attachment, and at none that it has not yet been given.
 func TestInboundAtEveryAddress(t *testing.T) {
 	t.Parallel()
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, captureInbound)
 	first, second := attachment(h, "eth0"), attachment(h, "net1")
 	second.IPs = []netip.Addr{netip.MustParseAddr("203.0.113.2"), netip.MustParseAddr("2001:db8::2")}
@@ -125,7 +125,7 @@ func TestInboundAtEveryAddress(t *testing.T) {
 			t.Errorf("%s: got listeners at %q, want %q", step.at.IfName, got, want)
 		}
 	}
-	nowhere := attachment(nstest.NewHost(t, "nowhere"), "eth0")
+	nowhere := attachment(testbed.NewHost(t, "nowhere"), "eth0")
 	nowhere.IPs = nil
 	if _, err := a.Attach(t.Context(), nowhere); err == nil || !strings.Contains(err.Error(), "addresses are not known") {
 		t.Errorf("without an address: got %v, want an error that says so", err)
@@ -135,7 +135,7 @@ func TestInboundAtEveryAddress(t *testing.T) {
 // TestReturnedListenersOfAPodThatGoes: they would keep its netns, and a connection in it.
 func TestReturnedListenersOfAPodThatGoes(t *testing.T) {
 	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	h.IP("link", "set", "lo", "up")
 	for _, state := range []attach.State{attach.Captured, attach.Passed} {
 		a := newAgent(t, pass)

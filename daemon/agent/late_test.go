@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -18,7 +18,7 @@ import (
 // are told once.
 func TestQueuedConnectionsExpire(t *testing.T) {
 	t.Parallel()
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	h.IP("link", "set", "lo", "up")
 	w := newWishes()
 	w.set(func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
@@ -38,7 +38,7 @@ func TestQueuedConnectionsExpire(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = c.Close() })
-		nstest.Eventually(t, "it waits", func() bool {
+		testbed.Eventually(t, "it waits", func() bool {
 			s, _ := a.of(at.ID)
 			return s.Waiting == waiting
 		})

@@ -13,7 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -21,8 +21,8 @@ import (
 // provisional is a pod that was captured while the daemon was down, and has a server to talk to. The server
 // says who it talks to.
 type provisional struct {
-	*nstest.Host
-	world  *nstest.Host
+	*testbed.Host
+	world  *testbed.Host
 	served atomic.Int32
 }
 
@@ -30,10 +30,10 @@ const server = "198.51.100.10"
 
 func newProvisional(t *testing.T) *provisional {
 	t.Helper()
-	world := nstest.NewHost(t, "world")
-	p := &provisional{Host: nstest.NewHost(t, "pod"), world: world}
+	world := testbed.NewHost(t, "world")
+	p := &provisional{Host: testbed.NewHost(t, "pod"), world: world}
 	p.IP("link", "add", "eth0", "index", "1000", "type", "veth", "peer", "name", "eth0", "netns", world.Name)
-	for h, address := range map[*nstest.Host]string{p.Host: "198.51.100.2", world: server} {
+	for h, address := range map[*testbed.Host]string{p.Host: "198.51.100.2", world: server} {
 		h.IP("addr", "add", address+"/24", "dev", "eth0")
 		h.IP("addr", "add", strings.Replace(address, "198.51.100.", "2001:db8::", 1)+"/64", "dev", "eth0", "nodad")
 		h.IP("link", "set", "eth0", "up")
@@ -83,7 +83,7 @@ func (p *provisional) ask(t *testing.T, address string) <-chan string {
 // waitFor waits until the SYNs of n connections have been redirected, and dropped: nobody listens.
 func (p *provisional) waitFor(t *testing.T, n int) {
 	t.Helper()
-	nstest.Eventually(t, fmt.Sprintf("%d SYNs wait", n), func() bool {
+	testbed.Eventually(t, fmt.Sprintf("%d SYNs wait", n), func() bool {
 		waiting := 0
 		err := p.Do(func() error {
 			h, err := netlink.NewHandle(unix.NETLINK_NETFILTER)
@@ -170,7 +170,7 @@ func TestProvisionalIsCaptured(t *testing.T) {
 		excluded := p.ask(t, server+":81")
 		p.waitFor(t, 3)
 		a.Reconcile(t.Context())
-		nstest.Eventually(t, "the captured connections wait for the upstream", func() bool {
+		testbed.Eventually(t, "the captured connections wait for the upstream", func() bool {
 			s, ok := a.of(r.ID)
 			return ok && s.Waiting == 2
 		})

@@ -11,13 +11,13 @@ import (
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // write puts a record of h in its present netns into the store.
-func (a *testAgent) write(t *testing.T, h *nstest.Host, state attach.State, in *ruleset.Installed) attach.Record {
+func (a *testAgent) write(t *testing.T, h *testbed.Host, state attach.State, in *ruleset.Installed) attach.Record {
 	t.Helper()
 	id, err := attach.IdentifyNetns(h.Path())
 	if err != nil {
@@ -43,7 +43,7 @@ func checkRecord(t *testing.T, a *testAgent, id attach.ID, want bool) {
 
 func TestReconcileTakesUpRecords(t *testing.T) {
 	t.Parallel()
-	captured, passed := nstest.NewHost(t, "captured"), nstest.NewHost(t, "passed")
+	captured, passed := testbed.NewHost(t, "captured"), testbed.NewHost(t, "passed")
 	a := newAgent(t, unknown) // what is settled stays so
 	in := &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", IPv6: true, Revision: ruleset.Revision}
 	one, other := a.write(t, captured, attach.Captured, in), a.write(t, passed, attach.Passed, nil)
@@ -70,7 +70,7 @@ func TestReconcileTakesUpRecords(t *testing.T) {
 // TestReconcileLearnsFromARecord what the attachment did not say: how it was installed.
 func TestReconcileLearnsFromARecord(t *testing.T) {
 	t.Parallel()
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, capture)
 	if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
 		t.Fatal(err)
@@ -88,7 +88,7 @@ func TestReconcileDropsRecordsOfNetnsThatAreGone(t *testing.T) {
 		for when, known := range map[string]bool{"before the start": false, "afterwards": true} {
 			t.Run(name+" "+when, func(t *testing.T) {
 				t.Parallel()
-				h := nstest.NewHost(t, "pod")
+				h := testbed.NewHost(t, "pod")
 				a := newAgent(t, capture)
 				in := &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", Revision: ruleset.Revision}
 				r := a.write(t, h, attach.Captured, in)
@@ -100,7 +100,7 @@ func TestReconcileDropsRecordsOfNetnsThatAreGone(t *testing.T) {
 				}
 				h.Delete()
 				if again {
-					nstest.Run(t, "ip", "netns", "add", h.Name)
+					testbed.Run(t, "ip", "netns", "add", h.Name)
 					h.IP("link", "set", "lo", "up")
 				}
 				a.Reconcile(t.Context())
@@ -118,7 +118,7 @@ func TestReconcileDropsRecordsOfNetnsThatAreGone(t *testing.T) {
 
 func TestReconcileTriesAgain(t *testing.T) {
 	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	taken := h.Listen("127.0.0.1:15001")
 	a := newAgent(t, capture)
 	r := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision})
@@ -136,7 +136,7 @@ func TestReconcileTriesAgain(t *testing.T) {
 // TestEviction: who has had the ports of a captured pod for too long loses them; what is our own already stays.
 func TestEviction(t *testing.T) {
 	// Not parallel, as above.
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	h.IP("addr", "add", "10.0.0.6/32", "dev", "lo")
 	a := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
 		d, err := capture(at, interfaces)
@@ -186,7 +186,7 @@ func TestEviction(t *testing.T) {
 // TestBusyIsNotHung: a daemon that answers, and then takes its time, is waited for.
 func TestBusyIsNotHung(t *testing.T) {
 	t.Parallel()
-	one, two := nstest.NewHost(t, "one"), nstest.NewHost(t, "two")
+	one, two := testbed.NewHost(t, "one"), testbed.NewHost(t, "two")
 	deciding, decided := make(chan struct{}), make(chan struct{})
 	old := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
 		if at.Netns == two.Path() {
@@ -218,7 +218,7 @@ func TestBusyIsNotHung(t *testing.T) {
 	if err := taken(); err != nil {
 		t.Fatal(err)
 	}
-	nstest.Eventually(t, "what waited goes on waiting, at the next", func() bool {
+	testbed.Eventually(t, "what waited goes on waiting, at the next", func() bool {
 		s, _ := next.of(attachment(one, "eth0").ID)
 		return s.Waiting == 1
 	})
@@ -229,7 +229,7 @@ func TestReconcileSurvivesRecordsThatNobodyWrites(t *testing.T) {
 	t.Parallel()
 	for _, state := range []attach.State{attach.Provisional, attach.Captured, "", "unheard of"} {
 		for name, decide := range map[string]Decide{"captured": capture, "not captured": pass} {
-			h := nstest.NewHost(t, "pod")
+			h := testbed.NewHost(t, "pod")
 			a := newAgent(t, decide)
 			a.write(t, h, state, nil)
 			func() {

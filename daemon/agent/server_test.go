@@ -18,7 +18,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sys/unix"
 
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -103,7 +103,7 @@ func TestServerRefuses(t *testing.T) {
 // TestServerAndClient: each verb over the socket.
 func TestServerAndClient(t *testing.T) {
 	t.Parallel()
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	c := serveAgent(t, newAgent(t, capture))
 	at := attachment(h, "eth0")
 	d, err := c.Attach(t.Context(), at)
@@ -215,7 +215,7 @@ func askAs(path string, uid int) (string, error) {
 
 func TestMetrics(t *testing.T) {
 	t.Parallel()
-	h := nstest.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, capture)
 	a.upstream = proxied{}
 	if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {

@@ -12,16 +12,16 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-func TestMain(m *testing.M) { os.Exit(netns.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
 // TestNothingIsLeftOfAFailure: the exemption of a connection that does not come about ends with it, so that nobody else
 // has it.
 func TestNothingIsLeftOfAFailure(t *testing.T) {
 	t.Parallel()
-	h := netns.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	h.IP("link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
 	h.IP("link", "set", "eth1", "up")
 	h.IP("addr", "add", "10.0.0.5/24", "dev", "eth0")
@@ -58,7 +58,7 @@ func TestNothingIsLeftOfAFailure(t *testing.T) {
 			ended <- err
 		}()
 		entry := fmt.Sprintf("dst=%s ", nobody)
-		netns.Eventually(t, "its SYN waits for an answer", func() bool { return strings.Contains(table(h), entry) })
+		testbed.Eventually(t, "its SYN waits for an answer", func() bool { return strings.Contains(table(h), entry) })
 		cancel()
 		if err := <-ended; !errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("cancelled: got %v, want %v", err, os.ErrDeadlineExceeded)
@@ -73,7 +73,7 @@ func TestNothingIsLeftOfAFailure(t *testing.T) {
 }
 
 // table is conntrack's.
-func table(h *netns.Host) string {
+func table(h *testbed.Host) string {
 	return h.Exec("conntrack", "-L") + h.Exec("conntrack", "-L", "-f", "ipv6")
 }
 
@@ -81,7 +81,7 @@ func table(h *netns.Host) string {
 // would follow.
 func TestPortsThatConntrackKnows(t *testing.T) {
 	t.Parallel()
-	h := netns.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	h.IP("addr", "add", "10.0.0.5/32", "dev", "lo")
 	h.Exec("iptables", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "--dport", "81", "-j", "REDIRECT", "--to-ports", "15001")
 	h.Serve(":80", func(c net.Conn) { _, _ = c.Read(make([]byte, 1)) }) // until the end of the test

@@ -6,7 +6,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 func TestAppState(t *testing.T) {
@@ -36,7 +36,7 @@ func TestAppState(t *testing.T) {
 				t.Fatal(err)
 			}
 			// Not at once: programs that other tests fork hold the socket for a moment too.
-			netns.Eventually(t, "it is closed", func() bool { return g.AppState(src, dst) == AppClosed })
+			testbed.Eventually(t, "it is closed", func() bool { return g.AppState(src, dst) == AppClosed })
 		})
 	}
 }
@@ -54,7 +54,7 @@ func TestAppStateAfterCloseAlone(t *testing.T) {
 		t.Fatalf("got %q, %v", b, err)
 	}
 	src := netip.MustParseAddrPort(conn.RemoteAddr().String())
-	netns.Eventually(t, "it is closed", func() bool { return g.AppState(src, netip.MustParseAddrPort(webIPv4)) == AppClosed })
+	testbed.Eventually(t, "it is closed", func() bool { return g.AppState(src, netip.MustParseAddrPort(webIPv4)) == AppClosed })
 }
 
 func TestAppStateOfNobody(t *testing.T) {
@@ -92,7 +92,7 @@ func TestAppStateOfMany(t *testing.T) {
 		if i%2 == 0 {
 			want = AppClosed
 			_ = app.Close()
-			netns.Eventually(t, "the app is seen closed", func() bool { return g.AppState(src, netip.MustParseAddrPort(webIPv4)) == want })
+			testbed.Eventually(t, "the app is seen closed", func() bool { return g.AppState(src, netip.MustParseAddrPort(webIPv4)) == want })
 		}
 		wg.Go(func() {
 			for range 200 {

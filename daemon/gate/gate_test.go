@@ -13,11 +13,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-func TestMain(m *testing.M) { os.Exit(netns.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
 const (
 	webIPv4 = "192.0.2.7:443"
@@ -25,9 +25,9 @@ const (
 )
 
 // newPod is a netns in which what is sent to the documentation's addresses is redirected, and a gate in it.
-func newPod(t *testing.T) (*netns.Host, *Gate) {
+func newPod(t *testing.T) (*testbed.Host, *Gate) {
 	t.Helper()
-	h := netns.NewHost(t, "gate")
+	h := testbed.NewHost(t, "gate")
 	h.IP("addr", "add", "10.0.0.5/32", "dev", "lo")
 	h.IP("addr", "add", "fd00::5/128", "dev", "lo", "nodad")
 	h.IP("route", "add", "default", "dev", "lo")
@@ -43,7 +43,7 @@ func newPod(t *testing.T) (*netns.Host, *Gate) {
 	return h, g
 }
 
-func dial(t *testing.T, h *netns.Host, address string) *net.TCPConn {
+func dial(t *testing.T, h *testbed.Host, address string) *net.TCPConn {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
@@ -59,7 +59,7 @@ func dial(t *testing.T, h *netns.Host, address string) *net.TCPConn {
 func accept(t *testing.T, g *Gate) *net.TCPConn {
 	t.Helper()
 	var conn *net.TCPConn
-	netns.Eventually(t, "a connection can be accepted", func() bool {
+	testbed.Eventually(t, "a connection can be accepted", func() bool {
 		for _, l := range g.Listeners {
 			c, err := l.Accept(t.Context())
 			if err != nil {
@@ -82,7 +82,7 @@ func TestOpenListensInThatNetnsAlone(t *testing.T) {
 	if got := len(g.Listeners); got != 2 {
 		t.Errorf("got %d listeners, want one for each family", got)
 	}
-	other := netns.NewHost(t, "other")
+	other := testbed.NewHost(t, "other")
 	for _, loopback := range []string{"127.0.0.1:15001", "[::1]:15001"} {
 		dial(t, h, loopback)
 		if _, err := other.Dial(t.Context(), "tcp", loopback); !errors.Is(err, syscall.ECONNREFUSED) {
@@ -120,7 +120,7 @@ func TestWaitDoesNotAccept(t *testing.T) {
 // checkQueued: the last step of a handshake may come a moment after the client has seen the end of it.
 func checkQueued(t *testing.T, g *Gate, want int) {
 	t.Helper()
-	netns.Eventually(t, strconv.Itoa(want)+" connections are queued", func() bool {
+	testbed.Eventually(t, strconv.Itoa(want)+" connections are queued", func() bool {
 		got, err := g.Queued()
 		if err != nil {
 			t.Fatalf("Queued: %v", err)
@@ -212,7 +212,7 @@ func TestOpenFails(t *testing.T) {
 	if g, err := Open(none); g != nil || err == nil || !strings.Contains(err.Error(), none) {
 		t.Errorf("no netns: got %v, %v; want an error that names it", g, err)
 	}
-	h := netns.NewHost(t, "taken")
+	h := testbed.NewHost(t, "taken")
 	taken := h.Listen("[::1]:15001")
 	g, err := Open(h.Path())
 	if g != nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), "netns "+h.Path()+": port 15001 of ::") {
@@ -270,7 +270,7 @@ func TestOriginalDestination(t *testing.T) {
 // TestOriginalDestinationWithoutConntrack: where nothing redirects, nobody knows one.
 func TestOriginalDestinationWithoutConntrack(t *testing.T) {
 	t.Parallel()
-	h := netns.NewHost(t, "plain")
+	h := testbed.NewHost(t, "plain")
 	g, err := Open(h.Path())
 	if err != nil {
 		t.Fatal(err)
@@ -326,7 +326,7 @@ func TestWidenAndNarrow(t *testing.T) {
 	if err != nil || len(narrow.Listeners) != 2 {
 		t.Fatalf("Narrow: got %v, %v; want the two listeners that were there first", narrow, err)
 	}
-	netns.Eventually(t, "nobody listens", func() bool { // programs that other tests fork hold the sockets for a moment too
+	testbed.Eventually(t, "nobody listens", func() bool { // programs that other tests fork hold the sockets for a moment too
 		_, err := h.Dial(t.Context(), "tcp", "10.0.0.5:15006")
 		return errors.Is(err, syscall.ECONNREFUSED)
 	})
@@ -359,7 +359,7 @@ func TestAdoptTellsInboundFromOutbound(t *testing.T) {
 
 func TestSourceTo(t *testing.T) {
 	t.Parallel()
-	h := netns.NewHost(t, "node")
+	h := testbed.NewHost(t, "node")
 	h.IP("link", "add", "eth0", "type", "bridge")
 	h.IP("addr", "add", "10.1.0.1/24", "dev", "eth0")
 	h.IP("addr", "add", "fd01::1/64", "dev", "eth0", "nodad")

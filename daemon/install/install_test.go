@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -471,10 +471,10 @@ func TestKeeper(t *testing.T) {
 			t.Error("it took the plugin along")
 		}
 	})
-	nstest.Eventually(t, "it waits for a network", func() bool { return errors.Is(k.Ready(), ErrNoNetwork) })
+	testbed.Eventually(t, "it waits for a network", func() bool { return errors.Is(k.Ready(), ErrNoNetwork) })
 	back := func(what string) {
 		t.Helper()
-		nstest.Eventually(t, what+": it is installed", func() bool {
+		testbed.Eventually(t, what+": it is installed", func() bool {
 			primary, err := i.primary()
 			if err != nil {
 				return false
@@ -502,7 +502,7 @@ func TestKeeper(t *testing.T) {
 	if err := os.Rename(i.ConfDir, filepath.Join(dir, "gone")); err != nil {
 		t.Fatal(err)
 	}
-	nstest.Eventually(t, "it sees that nothing is left", func() bool { return k.Ready() != nil })
+	testbed.Eventually(t, "it sees that nothing is left", func() bool { return k.Ready() != nil })
 	fill(t, dir, map[string]string{"10-a.conflist": bridge})
 	back("the directory comes back")
 }
@@ -516,11 +516,11 @@ func TestKeeperLetsUninstall(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error)
 		go func() { done <- k.Run(ctx) }()
-		nstest.Eventually(t, "it is installed", func() bool { return k.Ready() == nil })
+		testbed.Eventually(t, "it is installed", func() bool { return k.Ready() == nil })
 		if _, err := i.Uninstall(); err != nil {
 			t.Fatal(err)
 		}
-		nstest.Eventually(t, "the keeper has seen it", func() bool { return errors.Is(k.Ready(), errUninstalled) })
+		testbed.Eventually(t, "the keeper has seen it", func() bool { return errors.Is(k.Ready(), errUninstalled) })
 		if got := contents(t, i)["10-a.conflist"]; got != bridge {
 			t.Errorf("got %q, want what was there before", got)
 		}

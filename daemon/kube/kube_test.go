@@ -19,7 +19,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/optin"
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -60,7 +60,7 @@ func newNode(t *testing.T, up config.Upstream, objects ...runtime.Object) (*Node
 			t.Errorf("Run: %v", err)
 		}
 	})
-	nstest.Eventually(t, "the caches are in sync", n.Synced)
+	testbed.Eventually(t, "the caches are in sync", n.Synced)
 	for _, f := range n.factories { // the one that nobody else waits for too: reactors may only come when all have listed
 		f.WaitForCacheSync(ctx.Done())
 	}
@@ -268,7 +268,7 @@ func TestReport(t *testing.T) {
 	n, client := newNode(t, address)
 	n.Report(attach.Pod{Namespace: "ci", Name: "web-0", UID: "u"}, true, "SluiceRefused", "annotation sluice.dev/quic: bad")
 	n.Report(attach.Pod{}, true, "SluiceRefused", "of no pod")
-	nstest.Eventually(t, "the event is there", func() bool {
+	testbed.Eventually(t, "the event is there", func() bool {
 		events, err := client.CoreV1().Events("ci").List(t.Context(), metav1.ListOptions{})
 		if err != nil {
 			t.Fatal(err)

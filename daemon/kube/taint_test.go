@@ -23,7 +23,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/record"
 
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -90,7 +90,7 @@ func TestTaintGoesAndComes(t *testing.T) {
 	now := time.Unix(1000, 0).Add(time.Minute)
 	seen := func(taints int) {
 		t.Helper()
-		nstest.Eventually(t, fmt.Sprintf("the watch shows %d taints", taints), func() bool {
+		testbed.Eventually(t, fmt.Sprintf("the watch shows %d taints", taints), func() bool {
 			node, err := n.nodes.Get("here")
 			return err == nil && len(node.Spec.Taints) == taints
 		})
@@ -133,7 +133,7 @@ func TestTaintGoesAndComes(t *testing.T) {
 	keep(time.Minute, isLate)
 	want("late for long", 2, others[0], others[1], notReady)
 	for _, reason := range []string{"SluiceNodeReady", "SluiceNodeTainted"} {
-		nstest.Eventually(t, "there is an event "+reason, func() bool {
+		testbed.Eventually(t, "there is an event "+reason, func() bool {
 			events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{})
 			if err != nil {
 				t.Fatal(err)
@@ -152,7 +152,7 @@ func TestTaintGoesAndComes(t *testing.T) {
 func TestNodeIsKeptSmallAndQuiet(t *testing.T) {
 	t.Parallel()
 	n, client := newNode(t, address, tainted("1", notReady))
-	nstest.Eventually(t, "what came before has been told", func() bool {
+	testbed.Eventually(t, "what came before has been told", func() bool {
 		select {
 		case <-n.Changed():
 			return true
@@ -168,7 +168,7 @@ func TestNodeIsKeptSmallAndQuiet(t *testing.T) {
 		if _, err := client.CoreV1().Nodes().Update(t.Context(), tainted(want.ResourceVersion, notReady), metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
 		}
-		nstest.Eventually(t, "the watch shows the node, and no more than is needed", func() bool {
+		testbed.Eventually(t, "the watch shows the node, and no more than is needed", func() bool {
 			got, err := n.nodes.Get("here")
 			return err == nil && cmp.Equal(want, got)
 		})

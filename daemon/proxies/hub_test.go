@@ -19,11 +19,11 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
-	nstest "github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-func TestMain(m *testing.M) { os.Exit(nstest.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
 var web = attach.Pod{Namespace: "ci", Name: "web-0", UID: "7d3f"}
 
@@ -79,7 +79,7 @@ func newTestHubAt(t *testing.T, listener func(net.Listener) net.Listener) *testH
 // offer serves a gate in a netns of its own until stop or the end of the test.
 func (h *testHub) offer(t *testing.T) (id string, g *gate.Gate, stop func()) {
 	t.Helper()
-	host := nstest.NewHost(t, "pod")
+	host := testbed.NewHost(t, "pod")
 	netns, err := attach.IdentifyNetns(host.Path())
 	if err != nil {
 		t.Fatal(err)
@@ -101,7 +101,7 @@ func (h *testHub) offer(t *testing.T) (id string, g *gate.Gate, stop func()) {
 		stop()
 		_ = g.Close() // a second time perhaps
 	})
-	nstest.Eventually(t, "it is offered", func() bool {
+	testbed.Eventually(t, "it is offered", func() bool {
 		h.Hub.mu.Lock()
 		defer h.Hub.mu.Unlock()
 		return h.offers[netns.String()] != nil
@@ -199,7 +199,7 @@ func TestListenersAreHandedOutAndTakenBack(t *testing.T) {
 	if diff := cmp.Diff(have, got); err != nil || diff != "" || len(m.Listeners) != len(files) {
 		t.Errorf("the sockets: %v (-want +got):\n%s", err, diff)
 	}
-	nstest.Eventually(t, "it is there", func() bool { return h.Status().Ready })
+	testbed.Eventually(t, "it is there", func() bool { return h.Status().Ready })
 
 	second, _, stopSecond := h.offer(t) // while it is connected
 	p.wants(kindAttach, second)
@@ -209,9 +209,9 @@ func TestListenersAreHandedOutAndTakenBack(t *testing.T) {
 	stop()
 	p.wants(kindDetach, id)
 	p.say(message{Kind: kindDetached, ID: id})
-	nstest.Eventually(t, "it holds nothing", func() bool { s := h.Status(); return len(s.Proxies) == 1 && s.Proxies[0].Pods == 0 })
+	testbed.Eventually(t, "it holds nothing", func() bool { s := h.Status(); return len(s.Proxies) == 1 && s.Proxies[0].Pods == 0 })
 	_ = p.Close()
-	nstest.Eventually(t, "it is gone", func() bool { s := h.Status(); return len(s.Proxies) == 0 && !s.Ready })
+	testbed.Eventually(t, "it is gone", func() bool { s := h.Status(); return len(s.Proxies) == 0 && !s.Ready })
 }
 
 // TestWhatAProxyComesWith: sockets that are offered stay with it, others are returned, and what nobody wants it
@@ -220,7 +220,7 @@ func TestWhatAProxyComesWith(t *testing.T) {
 	t.Parallel()
 	h := newTestHub(t)
 	offered, g, _ := h.offer(t)
-	other := nstest.NewHost(t, "other")
+	other := testbed.NewHost(t, "other")
 	old, err := gate.Open(other.Path())
 	if err != nil {
 		t.Fatal(err)
@@ -251,7 +251,7 @@ func TestAddressesOfProxies(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer own.Close() //nolint:errcheck // only read
-	pod := nstest.NewHost(t, "proxy")
+	pod := testbed.NewHost(t, "proxy")
 	pod.IP("link", "add", "eth0", "type", "bridge")
 	pod.IP("addr", "add", "10.0.0.9/24", "dev", "eth0")
 	pod.IP("addr", "add", "fd00::9/64", "dev", "eth0", "nodad")
@@ -277,12 +277,12 @@ func TestAddressesOfProxies(t *testing.T) {
 			t.Errorf("%d: when it is greeted (-want +got):\n%s", i, diff)
 		}
 		h.mu.Unlock()
-		nstest.Eventually(t, "it is known", func() bool { return len(h.Status().Proxies) == 1 })
+		testbed.Eventually(t, "it is known", func() bool { return len(h.Status().Proxies) == 1 })
 		if name := h.Status().Proxies[0].Name; strings.Contains(name, "\x1b") || !utf8.ValidString(name) || len(name) > maxName {
 			t.Errorf("its name is shown as %q", name)
 		}
 		_ = p.Close()
-		nstest.Eventually(t, "it is gone", func() bool { return len(h.Status().Proxies) == 0 })
+		testbed.Eventually(t, "it is gone", func() bool { return len(h.Status().Proxies) == 0 })
 	}
 	if diff := cmp.Diff(want, h.Addresses(), compare); diff != "" {
 		t.Errorf("after it has gone (-want +got):\n%s", diff)
@@ -378,7 +378,7 @@ func TestOneThatDoesNotReadDelaysNobody(t *testing.T) {
 	h := newTestHub(t)
 	deaf := h.connect(t)
 	deaf.say(message{Kind: kindHello, Version: 1, Name: "deaf"})
-	nstest.Eventually(t, "it is noticed", func() bool { s := h.Status(); return len(s.Proxies) == 1 && s.Proxies[0].Hangs && !s.Ready })
+	testbed.Eventually(t, "it is noticed", func() bool { s := h.Status(); return len(s.Proxies) == 1 && s.Proxies[0].Hangs && !s.Ready })
 	for range 2000 {
 		c, err := net.Dial("unixpacket", h.path)
 		if err != nil {
@@ -387,7 +387,7 @@ func TestOneThatDoesNotReadDelaysNobody(t *testing.T) {
 		_ = c.Close() // as if it were a storm
 	}
 	var good peer
-	nstest.Eventually(t, "a good one is let in", func() bool { // which tries again, as proxies do
+	testbed.Eventually(t, "a good one is let in", func() bool { // which tries again, as proxies do
 		good = h.connect(t)
 		if send(good.UnixConn, message{Kind: kindHello, Version: 1, Name: "good"}, nil) != nil {
 			return false
@@ -406,7 +406,7 @@ func TestOneThatDoesNotReadDelaysNobody(t *testing.T) {
 	for range 2 * maxProxies {
 		many = append(many, h.connect(t).UnixConn)
 	}
-	nstest.Eventually(t, "no more than so many are let in", func() bool {
+	testbed.Eventually(t, "no more than so many are let in", func() bool {
 		h.Hub.mu.Lock()
 		defer h.Hub.mu.Unlock()
 		return len(h.proxies) <= maxProxies

@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // ends are the two far ends of a running junction.
@@ -220,7 +220,7 @@ func TestJoinHoldsTheAppsFINBack(t *testing.T) {
 	send(t, e.app, "question")
 	shut(t, e.app)
 	checkReads(t, "the upstream", e.up, "question")
-	netns.Eventually(t, "the FIN is held back", func() bool { return looks.Load() >= 4 })
+	testbed.Eventually(t, "the FIN is held back", func() bool { return looks.Load() >= 4 })
 	_ = e.up.SetReadDeadline(time.Now().Add(time.Millisecond))
 	checkEnd(t, "the upstream", e.up, os.ErrDeadlineExceeded)
 	_ = e.up.SetReadDeadline(time.Now().Add(time.Minute))

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 func TestPermitted(t *testing.T) {
@@ -57,7 +57,7 @@ func TestCounts(t *testing.T) {
 	send(t, near, "three")
 	checkReads(t, "far", far, "three")
 	want := gate.Counts{Open: 1, Bytes: 9}
-	netns.Eventually(t, "all bytes are acknowledged and counted", func() bool { return p.Counts() == want })
+	testbed.Eventually(t, "all bytes are acknowledged and counted", func() bool { return p.Counts() == want })
 	p.closed(near, 9)
 	want.Open = 0
 	if got := p.Counts(); got != want {
@@ -80,7 +80,7 @@ func TestEnded(t *testing.T) {
 		t.Error("a half shut connection: got ended")
 	}
 	gate.Reset(far)
-	netns.Eventually(t, "a reset connection has ended", func() bool { return ended(near) })
+	testbed.Eventually(t, "a reset connection has ended", func() bool { return ended(near) })
 	_ = near.Close()
 	if !ended(near) {
 		t.Error("a closed connection: got not ended")

@@ -21,18 +21,18 @@ import (
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/upstream"
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-func TestMain(m *testing.M) { os.Exit(netns.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
 const web = "192.0.2.7:443"
 
 // served is a pod whose connections are relayed to an upstream that is not there yet.
 type served struct {
-	*netns.Host
+	*testbed.Host
 	pod      *Pod
 	gate     *gate.Gate
 	up       *upstream.Upstream
@@ -45,7 +45,7 @@ var addresses atomic.Uint32
 
 func serve(t *testing.T) *served {
 	t.Helper()
-	s := &served{Host: netns.NewHost(t, "relay"), done: make(chan struct{})}
+	s := &served{Host: testbed.NewHost(t, "relay"), done: make(chan struct{})}
 	s.IP("addr", "add", "10.0.0.5/32", "dev", "lo")
 	s.IP("route", "add", "default", "dev", "lo")
 	s.Exec("iptables-nft", "-t", "nat", "-A", "OUTPUT", "!", "-d", "10.0.0.5/32", "-p", "tcp", "-j", "REDIRECT",
@@ -160,7 +160,7 @@ func TestServeAcceptsNothingWhileTheUpstreamIsLate(t *testing.T) {
 		apps[i] = s.dial(t, web)
 		send(t, apps[i], "early "+strconv.Itoa(i))
 	}
-	netns.Eventually(t, "all wait in the accept queue", func() bool { return s.queued(t) == len(apps) })
+	testbed.Eventually(t, "all wait in the accept queue", func() bool { return s.queued(t) == len(apps) })
 	if got := s.pod.Counts(); got != (gate.Counts{}) {
 		t.Errorf("late: got %+v, want nothing accepted", got)
 	}
@@ -182,7 +182,7 @@ func TestServeAcceptsNothingWhileTheUpstreamIsLate(t *testing.T) {
 		shut(t, app)
 		_ = app.Close()
 	}
-	netns.Eventually(t, "all have ended", func() bool { return s.pod.Counts().Open == 0 })
+	testbed.Eventually(t, "all have ended", func() bool { return s.pod.Counts().Open == 0 })
 	if got, want := s.pod.Counts().Bytes, uint64(5*2*len("early 0")); got < want {
 		t.Errorf("got %d bytes, want %d and the headers", got, want)
 	}
@@ -214,7 +214,7 @@ func TestServeResetsWhatCannotBeReached(t *testing.T) {
 	s := serve(t)
 	s.proxy(t, func(*http.Request) int { return http.StatusGatewayTimeout })
 	s.checkReset(t, web)
-	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Waiting() == 0 && s.pod.Counts() == (gate.Counts{}) })
+	testbed.Eventually(t, "nothing waits", func() bool { return s.pod.Waiting() == 0 && s.pod.Counts() == (gate.Counts{}) })
 }
 
 func TestServeRefusesDestinationsOfTheNode(t *testing.T) {
@@ -243,9 +243,9 @@ func TestServeLetsGoOfAppsThatGaveUp(t *testing.T) {
 		return http.StatusServiceUnavailable
 	})
 	app := s.dial(t, web)
-	netns.Eventually(t, "it is asked for again and again", func() bool { return asked.Load() > 2 && s.pod.Waiting() == 1 })
+	testbed.Eventually(t, "it is asked for again and again", func() bool { return asked.Load() > 2 && s.pod.Waiting() == 1 })
 	gate.Reset(app)
-	netns.Eventually(t, "nothing waits", func() bool { return s.pod.Waiting() == 0 && s.pod.Counts() == (gate.Counts{}) })
+	testbed.Eventually(t, "nothing waits", func() bool { return s.pod.Waiting() == 0 && s.pod.Counts() == (gate.Counts{}) })
 }
 
 func TestServeEnds(t *testing.T) {

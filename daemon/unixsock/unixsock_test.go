@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 func pair(t *testing.T) (a, b *net.UnixConn) {
@@ -63,7 +63,7 @@ func TestSendOfAFileThatIsClosedMeanwhile(t *testing.T) {
 	}
 	sent := make(chan error)
 	go func() { sent <- Send(a, message, []*os.File{meant}) }()
-	netns.Eventually(t, "it has a descriptor of its own", func() bool { return descriptorsOf(t, path) == 2 })
+	testbed.Eventually(t, "it has a descriptor of its own", func() bool { return descriptorsOf(t, path) == 2 })
 	_ = meant.Close()
 	secret, err := unix.FcntlInt(os.Stdin.Fd(), unix.F_DUPFD_CLOEXEC, number)
 	if err != nil {

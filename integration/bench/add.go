@@ -11,7 +11,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // benchAdd times whole processes of the plugins, run one after the other as a runtime runs a chain.
@@ -46,7 +46,7 @@ func benchAdd(b *bench) {
 }
 
 // addPlugin is what each run of the plugin costs before it has done anything.
-func (b *bench) addPlugin(n *netns.Node, runs int) {
+func (b *bench) addPlugin(n *testbed.Node, runs int) {
 	path := filepath.Join(b.bin, "sluice")
 	info, err := os.Stat(path)
 	b.tb.must(err, "the plugin")
@@ -63,7 +63,7 @@ func (b *bench) addPlugin(n *netns.Node, runs int) {
 }
 
 // addOnce adds and deletes a pod, and returns the ms that the ADD of each plugin took.
-func (b *bench) addOnce(n *netns.Node, name, backend string) (bridge, ours float64) {
+func (b *bench) addOnce(n *testbed.Node, name, backend string) (bridge, ours float64) {
 	b.tb.within(func() {
 		pod := n.NewPod(name)
 		first, second := b.chain(n, backend)
@@ -72,7 +72,7 @@ func (b *bench) addOnce(n *netns.Node, name, backend string) (bridge, ours float
 			b.tb.must(err, "configuration")
 			return b.runPlugin(n, plugin, verb, pod, stdin)
 		}
-		bridgePlugin, ourPlugin := filepath.Join(netns.CNIPlugins, "bridge"), filepath.Join(b.bin, "sluice")
+		bridgePlugin, ourPlugin := filepath.Join(testbed.CNIPlugins, "bridge"), filepath.Join(b.bin, "sluice")
 		out, ms := call(bridgePlugin, "ADD", first)
 		bridge = ms
 		second["prevResult"] = json.RawMessage(out)
@@ -85,7 +85,7 @@ func (b *bench) addOnce(n *netns.Node, name, backend string) (bridge, ours float
 }
 
 // chain is the configuration of the two plugins, as libcni would hand it to them.
-func (b *bench) chain(n *netns.Node, backend string) (bridge, ours map[string]any) {
+func (b *bench) chain(n *testbed.Node, backend string) (bridge, ours map[string]any) {
 	list := n.Conflist()
 	confs := make([]map[string]any, len(list.Plugins))
 	for i, p := range list.Plugins {
@@ -97,9 +97,9 @@ func (b *bench) chain(n *netns.Node, backend string) (bridge, ours map[string]an
 }
 
 // runPlugin runs a plugin on the node and returns what it prints and the ms from before exec to its end.
-func (b *bench) runPlugin(n *netns.Node, path, verb string, pod *netns.Pod, stdin []byte) (out []byte, ms float64) {
+func (b *bench) runPlugin(n *testbed.Node, path, verb string, pod *testbed.Pod, stdin []byte) (out []byte, ms float64) {
 	cmd := exec.Command(path)
-	cmd.Env = append(os.Environ(), "CNI_COMMAND="+verb, "CNI_PATH="+netns.CNIPlugins)
+	cmd.Env = append(os.Environ(), "CNI_COMMAND="+verb, "CNI_PATH="+testbed.CNIPlugins)
 	if pod != nil {
 		cmd.Env = append(cmd.Env, "CNI_CONTAINERID="+pod.ID, "CNI_NETNS="+pod.Path(), "CNI_IFNAME=eth0",
 			fmt.Sprintf("CNI_ARGS=IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=%s;K8S_POD_UID=%s", pod.Name(), pod.UID()))

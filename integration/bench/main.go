@@ -11,7 +11,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // parts are what -run selects from.
@@ -79,12 +79,12 @@ func (b *bench) prepare() {
 		}
 	}
 	b.progress("building")
-	bin, err := netns.BuildReleased()
+	bin, err := testbed.BuildReleased()
 	b.tb.must(err, "building")
 	b.tb.Cleanup(func() { _ = os.RemoveAll(bin) })
 	b.bin = bin
 	b.report.Versions = []string{
-		version("redsocks", "-v"), version("mitmdump", "--version"), version("iptables", "--version"), version(netns.CNIPlugins + "/bridge"),
+		version("redsocks", "-v"), version("mitmdump", "--version"), version("iptables", "--version"), version(testbed.CNIPlugins + "/bridge"),
 	}
 }
 

@@ -10,7 +10,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -50,13 +50,13 @@ func benchPods(b *bench) {
 }
 
 // addMany makes netns without a link, and has the plugin capture them.
-func (b *bench) addMany(n *netns.Node, count int) []*netns.Pod {
+func (b *bench) addMany(n *testbed.Node, count int) []*testbed.Pod {
 	conf, err := json.Marshal(map[string]any{
 		"cniVersion": "1.0.0", "name": "pods", "type": "sluice", "agentSocket": n.AgentSocket(), "stateDir": n.StateDir(),
 		"prevResult": map[string]any{"cniVersion": "1.0.0", "ips": []map[string]string{{"address": "10.88.0.200/16"}}},
 	})
 	b.tb.must(err, "configuration")
-	pods := make([]*netns.Pod, count)
+	pods := make([]*testbed.Pod, count)
 	var wg sync.WaitGroup
 	todo := make(chan int)
 	for range 4 {
@@ -76,7 +76,7 @@ func (b *bench) addMany(n *netns.Node, count int) []*netns.Pod {
 }
 
 // listening fails unless the daemon says, and every netns shows, that all gates are open.
-func (b *bench) listening(d *netns.Daemon, pods []*netns.Pod) {
+func (b *bench) listening(d *testbed.Daemon, pods []*testbed.Pod) {
 	captured := 0
 	for _, a := range d.Status().Attachments {
 		if a.State == attach.Captured && len(a.Notes) == 0 {
@@ -104,7 +104,7 @@ func (b *bench) listening(d *netns.Daemon, pods []*netns.Pod) {
 }
 
 // cpu is the share of one core that a program takes for a while, in percent.
-func (b *bench) cpu(p *netns.Program, d time.Duration) float64 {
+func (b *bench) cpu(p *testbed.Program, d time.Duration) float64 {
 	b.progress("idle for %s", d)
 	before, start := b.ticks(p), time.Now()
 	time.Sleep(d)
@@ -113,7 +113,7 @@ func (b *bench) cpu(p *netns.Program, d time.Duration) float64 {
 }
 
 // ticks is the processor time of a program: utime and stime of proc(5).
-func (b *bench) ticks(p *netns.Program) float64 {
+func (b *bench) ticks(p *testbed.Program) float64 {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.Pid()))
 	b.tb.must(err, "processor time")
 	_, rest, _ := strings.Cut(string(data), ") ")

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // relayLoad is how much is done in one comparison.
@@ -52,7 +52,7 @@ func benchMitmdump(b *bench) {
 	}
 	n := b.newNode()
 	p := n.LaunchMitmdump("--listen-host", "0.0.0.0", "--quiet", "--set", "ignore_hosts=.*")
-	n.WaitListening(p, netns.ProxyAddress)
+	n.WaitListening(p, testbed.ProxyAddress)
 	sides := b.newSides(n, false)
 	got := b.latency(sides, load)
 	b.add(b.compare("mitmdump", "mitmdump: connect and echo, p50, against explicit", got, explicit, "µs").atMost(1.1))

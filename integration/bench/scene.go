@@ -7,12 +7,12 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 const (
-	serverAddress = netns.WorldIPv4 + ":7"
-	webAddress    = netns.WorldIPv4 + ":80"
+	serverAddress = testbed.WorldIPv4 + ":7"
+	webAddress    = testbed.WorldIPv4 + ":80"
 	bridgeAddress = "10.88.0.1"
 	notCaptured   = "kube-system"
 )
@@ -25,8 +25,8 @@ var (
 )
 
 // newNode is a node with a server in the world, and a daemon that logs as much as it does by default.
-func (b *bench) newNode() *netns.Node {
-	n := netns.NewNode(b.tb, b.bin)
+func (b *bench) newNode() *testbed.Node {
+	n := testbed.NewNode(b.tb, b.bin)
 	n.LogLevel = "INFO"
 	n.World.Serve(serverAddress, serve)
 	n.World.Serve(webAddress, serveWeb)
@@ -34,16 +34,16 @@ func (b *bench) newNode() *netns.Node {
 }
 
 // startConnectproxy starts the fast proxy for the daemon and for pods.
-func (b *bench) startConnectproxy(n *netns.Node) *netns.Program {
-	p := netns.Launch(n.Host, filepath.Join(b.bin, "connectproxy"), "-listen", "0.0.0.0:18080", "-quiet")
-	n.WaitListening(p, netns.ProxyAddress)
+func (b *bench) startConnectproxy(n *testbed.Node) *testbed.Program {
+	p := testbed.Launch(n.Host, filepath.Join(b.bin, "connectproxy"), "-listen", "0.0.0.0:18080", "-quiet")
+	n.WaitListening(p, testbed.ProxyAddress)
 	return p
 }
 
 // side is one way to the server.
 type side struct {
 	name  string
-	pod   *netns.Pod
+	pod   *testbed.Pod
 	proxy netip.AddrPort // that the client asks itself
 }
 
@@ -55,7 +55,7 @@ const (
 )
 
 // newSides makes the pods: captured by sluice, using the proxy itself, and behind redsocks.
-func (b *bench) newSides(n *netns.Node, withRedsocks bool) []side {
+func (b *bench) newSides(n *testbed.Node, withRedsocks bool) []side {
 	n.StartDaemon()
 	sides := b.sidesOf(n)
 	if withRedsocks {
@@ -70,14 +70,14 @@ func (b *bench) newSides(n *netns.Node, withRedsocks bool) []side {
 }
 
 // sidesOf makes the first two.
-func (b *bench) sidesOf(n *netns.Node) []side {
+func (b *bench) sidesOf(n *testbed.Node) []side {
 	return []side{
 		{name: "sluice", pod: n.AddPod("captured")},
 		{name: "explicit", pod: b.addUncaptured(n, "explicit"), proxy: proxyOnBridge},
 	}
 }
 
-func (b *bench) addUncaptured(n *netns.Node, name string) *netns.Pod {
+func (b *bench) addUncaptured(n *testbed.Node, name string) *testbed.Pod {
 	p := n.NewPod(name).InNamespace(notCaptured)
 	b.tb.must(p.Add(), "ADD "+name)
 	b.tb.Cleanup(func() { _ = p.Del() })
@@ -85,7 +85,7 @@ func (b *bench) addUncaptured(n *netns.Node, name string) *netns.Pod {
 }
 
 // startRedsocks runs redsocks in a pod's netns, with the rules that its manual has.
-func (b *bench) startRedsocks(n *netns.Node, p *netns.Pod) {
+func (b *bench) startRedsocks(n *testbed.Node, p *testbed.Pod) {
 	const port = "12345"
 	conf := filepath.Join(n.Dir, "redsocks.conf")
 	text := fmt.Sprintf(`base { log_debug = off; log_info = off; daemon = off; redirector = iptables; }
@@ -99,8 +99,8 @@ redsocks { local_ip = 127.0.0.1; local_port = %s; ip = %s; port = %d; type = htt
 	} {
 		p.Exec("iptables", append([]string{"-t", "nat", "-A", "OUTPUT"}, strings.Fields(rule)...)...)
 	}
-	r := netns.Launch(p.Host, "redsocks", "-c", conf)
-	netns.Eventually(b.tb, "redsocks listens", func() bool {
+	r := testbed.Launch(p.Host, "redsocks", "-c", conf)
+	testbed.Eventually(b.tb, "redsocks listens", func() bool {
 		if r.Ended() {
 			b.tb.Fatalf("redsocks ended: %s", r.Log())
 		}

@@ -15,29 +15,29 @@ import (
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/unixsock"
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // addon is what makes mitmproxy take sockets; the benchmark runs in the repository.
 const addon = "deploy/mitmproxy/sluice.py"
 
 // newSocketsNode is a node whose proxies accept in the netns of pods themselves.
-func (b *bench) newSocketsNode() *netns.Node {
+func (b *bench) newSocketsNode() *testbed.Node {
 	n := b.newNode()
 	n.Config["upstream"] = map[string]any{"protocol": "sockets"}
 	return n
 }
 
 // launchAddon starts a mitmdump that takes sockets. It is told to ignore what it carries, as in benchMitmdump.
-func launchAddon(n *netns.Node, args ...string) *netns.Program {
+func launchAddon(n *testbed.Node, args ...string) *testbed.Program {
 	return n.LaunchMitmdump(append([]string{
 		"--listen-host", "0.0.0.0", "--quiet", "--set", "ignore_hosts=.*", "--set", "sluice_socket=" + n.ProxySocket(), "-s", addon,
 	}, args...)...)
 }
 
 // taken waits until so many proxies have the sockets of so many pods.
-func (b *bench) taken(d *netns.Daemon, proxies, pods int) {
-	netns.Eventually(b.tb, "the sockets are handed over", func() bool {
+func (b *bench) taken(d *testbed.Daemon, proxies, pods int) {
+	testbed.Eventually(b.tb, "the sockets are handed over", func() bool {
 		up := d.Status().Upstream
 		for _, p := range up.Proxies {
 			if p.Pods != pods {
@@ -56,7 +56,7 @@ func benchSockets(b *bench) {
 	}
 	n := b.newSocketsNode()
 	p := launchAddon(n)
-	n.WaitListening(p, netns.ProxyAddress)
+	n.WaitListening(p, testbed.ProxyAddress)
 	sides := b.newSides(n, false)
 	got := b.latency(sides, load)
 	b.add(b.compare("sockets", "sockets, mitmdump: connect and echo, p50, against explicit", got, explicit, "µs").atMost(1))
@@ -78,8 +78,8 @@ func (b *bench) fastSockets() {
 	}
 	n := b.newSocketsNode()
 	d := n.StartDaemon()
-	p := netns.Launch(n.Host, filepath.Join(b.bin, "connectproxy"), "-listen", "0.0.0.0:18080", "-quiet", "-sockets", n.ProxySocket())
-	n.WaitListening(p, netns.ProxyAddress)
+	p := testbed.Launch(n.Host, filepath.Join(b.bin, "connectproxy"), "-listen", "0.0.0.0:18080", "-quiet", "-sockets", n.ProxySocket())
+	n.WaitListening(p, testbed.ProxyAddress)
 	sides := b.sidesOf(n)
 	b.taken(d, 1, 1)
 	got := b.latency(sides, load)
@@ -100,7 +100,7 @@ func (b *bench) waitingSockets() {
 	b.tb.must(raiseDescriptors(uint64(all)*3/2), "RLIMIT_NOFILE: each waiting connection is a descriptor here")
 	n := b.newSocketsNode()
 	d := n.StartDaemon()
-	var captured []*netns.Pod
+	var captured []*testbed.Pod
 	b.progress("%d pods", pods)
 	for i := range pods {
 		captured = append(captured, n.AddPod(fmt.Sprint("pod", i)))
@@ -111,7 +111,7 @@ func (b *bench) waitingSockets() {
 	before := b.rss(d.Program)
 	c := b.newClients(captured, each, netip.AddrPort{})
 	c.run(all, "connected, and has asked", func() bool { return c.in[asked]+c.in[lost] == all })
-	netns.Eventually(b.tb, "the daemon sees all of them wait", func() bool { return waiting(d.Status()) == c.in[asked] })
+	testbed.Eventually(b.tb, "the daemon sees all of them wait", func() bool { return waiting(d.Status()) == c.in[asked] })
 	time.Sleep(time.Second)
 	during := b.rss(d.Program)
 	b.add(result{Part: "sockets", figure: figure{fmt.Sprintf("sockets: %d waiting, memory for each", all), (during - before) / float64(all), "B"}}.atMost(100).
@@ -135,7 +135,7 @@ func (b *bench) sharedSockets() {
 	n := b.newSocketsNode()
 	d := n.StartDaemon()
 	pod := n.AddPod("captured")
-	launch := func(port string) *netns.Program {
+	launch := func(port string) *testbed.Program {
 		return n.LaunchMitmdump("--listen-port", port, "--quiet", "--set", "sluice_socket="+n.ProxySocket(), "-s", addon)
 	}
 	launch("18080")
@@ -185,7 +185,7 @@ print(n)`
 }
 
 // rate is how many HTTP requests, each on a connection of its own, are served in a second, by many clients at a time.
-func (b *bench) rate(pod *netns.Pod, d time.Duration) float64 {
+func (b *bench) rate(pod *testbed.Pod, d time.Duration) float64 {
 	var count atomic.Int64
 	var wg sync.WaitGroup
 	end := time.Now().Add(d)

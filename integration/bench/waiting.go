@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -28,7 +28,7 @@ func benchWaiting(b *bench) {
 	n := b.newNode()
 	n.Exec("sysctl", "-qw", "net.ipv4.ip_local_port_range=1024 65535") // the proxy connects to one destination twice as often as there are clients
 	d := n.StartDaemon()
-	var captured, uncaptured []*netns.Pod
+	var captured, uncaptured []*testbed.Pod
 	b.progress("%d pods", pods)
 	for i := range pods {
 		captured = append(captured, n.AddPod(fmt.Sprint("pod", i)))
@@ -44,7 +44,7 @@ func benchWaiting(b *bench) {
 		b.progress("  the first refusal: %v", c.failure)
 	}
 	b.add(result{Part: "waiting", figure: figure{fmt.Sprintf("%d waiting, refused", all), float64(c.in[lost]), ""}}.atMost(0))
-	netns.Eventually(b.tb, "the daemon sees all of them wait", func() bool { return waiting(d.Status()) == c.in[asked] })
+	testbed.Eventually(b.tb, "the daemon sees all of them wait", func() bool { return waiting(d.Status()) == c.in[asked] })
 	time.Sleep(time.Second)
 	during := b.rss(d.Program)
 	b.add(result{Part: "waiting", figure: figure{"memory for each one waiting", (during - before) / float64(all), "B"}}.atMost(1024).
@@ -90,7 +90,7 @@ func raiseDescriptors(want uint64) error {
 var vmRSS = regexp.MustCompile(`VmRSS:\s*(\d+) kB`)
 
 // rss is the resident memory of a program, in bytes.
-func (b *bench) rss(p *netns.Program) float64 {
+func (b *bench) rss(p *testbed.Program) float64 {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.Pid()))
 	b.tb.must(err, "memory")
 	m := vmRSS.FindSubmatch(data)
@@ -129,7 +129,7 @@ type clients struct {
 }
 
 // newClients makes the sockets in the pods; a socket stays in its netns whoever uses it.
-func (b *bench) newClients(pods []*netns.Pod, each int, proxy netip.AddrPort) *clients {
+func (b *bench) newClients(pods []*testbed.Pod, each int, proxy netip.AddrPort) *clients {
 	c := &clients{b: b, proxy: proxy, state: map[int]state{}, got: map[int][]byte{}}
 	var err error
 	c.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC)

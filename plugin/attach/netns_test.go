@@ -6,7 +6,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -21,7 +21,7 @@ func identify(t *testing.T, path string) attach.NetnsID {
 
 func TestIdentifyNetnsTellsNetnsApart(t *testing.T) {
 	t.Parallel()
-	a, b := netns.NewHost(t, "a"), netns.NewHost(t, "b")
+	a, b := testbed.NewHost(t, "a"), testbed.NewHost(t, "b")
 	idA, idB := identify(t, a.Path()), identify(t, b.Path())
 	if idA == idB || idA.SameFile(idB) {
 		t.Errorf("two netns: got %+v and %+v", idA, idB)
@@ -42,12 +42,12 @@ func TestIdentifyNetnsTellsNetnsApart(t *testing.T) {
 // that it has cleaned up by then.
 func TestIdentifyNetnsRecreatedAtTheSamePath(t *testing.T) {
 	t.Parallel()
-	h := netns.NewHost(t, "again")
+	h := testbed.NewHost(t, "again")
 	ids, inodes := map[attach.NetnsID]bool{}, map[uint64]bool{}
 	const times = 40
 	for range times {
 		h.Delete()
-		netns.Run(t, "ip", "netns", "add", h.Name)
+		testbed.Run(t, "ip", "netns", "add", h.Name)
 		id := identify(t, h.Path())
 		if ids[id] {
 			t.Fatalf("deleted and made again: got %+v twice", id)
@@ -73,7 +73,7 @@ func TestIdentifyNetnsGone(t *testing.T) {
 		}
 		checkError(t, what, err, path)
 	}
-	h := netns.NewHost(t, "deleted")
+	h := testbed.NewHost(t, "deleted")
 	h.Delete()
 	if _, err := attach.IdentifyNetns(h.Path()); !errors.Is(err, attach.ErrNetnsGone) {
 		t.Errorf("deleted: got %v, want ErrNetnsGone", err)

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
@@ -146,7 +146,7 @@ func TestCheckNamesDrift(t *testing.T) {
 		for _, d := range damages[backend] {
 			t.Run(backend+"/"+d.name, func(t *testing.T) {
 				t.Parallel()
-				h := netns.NewHost(t, "drift")
+				h := testbed.NewHost(t, "drift")
 				in := apply(t, h, ruleset.Provisional("eth0"), backend, nil)
 				for _, again := range []func(){
 					func() { checkNoDrift(t, h, apply(t, h, in.Ruleset, backend, &in)) },
@@ -171,7 +171,7 @@ func TestCheckNamesDrift(t *testing.T) {
 
 var handle = regexp.MustCompile(`handle \d+$`)
 
-func checkDrift(t *testing.T, h *netns.Host, in ruleset.Installed, want []string) {
+func checkDrift(t *testing.T, h *testbed.Host, in ruleset.Installed, want []string) {
 	t.Helper()
 	got, err := in.Check(t.Context(), h.Path())
 	if err != nil {

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
@@ -56,7 +56,7 @@ func TestWithoutSocketMatchThereIsNoSYNGate(t *testing.T) {
 		t.Run(tool, func(t *testing.T) {
 			breakTool(t, tool, ofSYNGate)
 			breakTool(t, strings.Replace(tool, "ip", "ip6", 1), ofSYNGate)
-			h := netns.NewHost(t, "broken")
+			h := testbed.NewHost(t, "broken")
 			in := apply(t, h, rich(), tool, nil)
 			if in.SYNGate || !in.IPv6 {
 				t.Errorf("got SYNGate %t, IPv6 %t; want IPv6 alone", in.SYNGate, in.IPv6)
@@ -87,7 +87,7 @@ func TestAutoPrefersAnyBackendWithSYNGate(t *testing.T) {
 			for _, tool := range tc.broken {
 				breakTool(t, tool, ofSYNGate)
 			}
-			h := netns.NewHost(t, "broken")
+			h := testbed.NewHost(t, "broken")
 			h.IP("addr", "add", "2001:db8::2/128", "dev", "lo")
 			in := apply(t, h, rich(), "auto", nil)
 			if in.Backend != tc.want || !in.SYNGate || !in.IPv6 {
@@ -106,7 +106,7 @@ func TestFailureHalfWayLeavesNothing(t *testing.T) {
 	for _, tool := range []string{"iptables-nft", "iptables-legacy"} {
 		t.Run(tool, func(t *testing.T) {
 			breakTool(t, tool, ofCapture)
-			h := netns.NewHost(t, "broken")
+			h := testbed.NewHost(t, "broken")
 			_, err := ruleset.Apply(t.Context(), h.Path(), rich(), tool, nil)
 			if err == nil || !strings.Contains(err.Error(), tool+"-restore") || !strings.Contains(err.Error(), "broken by a test") {
 				t.Errorf("Apply: got %v, want the tool and what it said", err)
@@ -120,7 +120,7 @@ func TestFailureToReplacePutsBack(t *testing.T) {
 	for _, tool := range []string{"iptables-nft", "iptables-legacy"} {
 		t.Run(tool, func(t *testing.T) {
 			breakTool(t, tool, "*'--dport 8443 '*")
-			h := netns.NewHost(t, "broken")
+			h := testbed.NewHost(t, "broken")
 			was := apply(t, h, rich(), tool, nil)
 			changed := rich()
 			changed.Interfaces = []string{"eth0"}
@@ -138,7 +138,7 @@ func TestIPv6ThatCannotBeFiltered(t *testing.T) {
 		tool6 := strings.Replace(tool, "ip", "ip6", 1)
 		t.Run("with an address fails/"+tool, func(t *testing.T) {
 			breakTool(t, tool6, everything)
-			h := netns.NewHost(t, "broken")
+			h := testbed.NewHost(t, "broken")
 			h.IP("addr", "add", "2001:db8::2/128", "dev", "lo")
 			_, err := ruleset.Apply(t.Context(), h.Path(), rich(), tool, nil)
 			if err == nil || !strings.Contains(err.Error(), "IPv6 address that cannot be captured") {
@@ -148,7 +148,7 @@ func TestIPv6ThatCannotBeFiltered(t *testing.T) {
 		})
 		t.Run("without an address is left out/"+tool, func(t *testing.T) {
 			breakTool(t, tool6, everything)
-			h := netns.NewHost(t, "broken")
+			h := testbed.NewHost(t, "broken")
 			in := apply(t, h, rich(), tool, nil)
 			if in.IPv6 || !in.SYNGate {
 				t.Errorf("got IPv6 %t, SYNGate %t; want the SYN gate alone", in.IPv6, in.SYNGate)
@@ -167,7 +167,7 @@ func TestIPv6LeftOutIsLeftClean(t *testing.T) {
 	for _, tool := range []string{"iptables-nft", "iptables-legacy"} {
 		t.Run(tool, func(t *testing.T) {
 			breakTool(t, strings.Replace(tool, "ip", "ip6", 1), ofCapture)
-			h := netns.NewHost(t, "broken")
+			h := testbed.NewHost(t, "broken")
 			in := apply(t, h, rich(), tool, nil)
 			if in.IPv6 {
 				t.Errorf("got IPv6, want it left out")
@@ -181,7 +181,7 @@ func TestIPv6LeftOutIsLeftClean(t *testing.T) {
 }
 
 func TestCancelledContextLeavesNothing(t *testing.T) {
-	h := netns.NewHost(t, "broken")
+	h := testbed.NewHost(t, "broken")
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := ruleset.Apply(ctx, h.Path(), rich(), "iptables-nft", nil); err == nil {
@@ -191,7 +191,7 @@ func TestCancelledContextLeavesNothing(t *testing.T) {
 }
 
 func TestWithoutTools(t *testing.T) {
-	h := netns.NewHost(t, "without")
+	h := testbed.NewHost(t, "without")
 	t.Setenv("PATH", t.TempDir())
 	for backend, want := range map[string]string{
 		"auto": "", "nftables": "", "iptables": "install iptables", "ebtables": `unknown backend "ebtables"`,

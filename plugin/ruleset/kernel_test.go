@@ -9,11 +9,11 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-func TestMain(m *testing.M) { os.Exit(netns.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
 // kernelBackends are those that every test of the kernel's rules runs with.
 var kernelBackends = []string{"iptables-nft", "iptables-legacy", "nftables"}
@@ -35,18 +35,18 @@ func rich() ruleset.Ruleset {
 }
 
 // forBackends runs f for each backend with a netns of its own.
-func forBackends(t *testing.T, f func(t *testing.T, h *netns.Host, backend string)) {
+func forBackends(t *testing.T, f func(t *testing.T, h *testbed.Host, backend string)) {
 	t.Helper()
 	t.Parallel()
 	for _, backend := range kernelBackends {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			f(t, netns.NewHost(t, "ruleset"), backend)
+			f(t, testbed.NewHost(t, "ruleset"), backend)
 		})
 	}
 }
 
-func apply(t *testing.T, h *netns.Host, r ruleset.Ruleset, want string, was *ruleset.Installed) ruleset.Installed {
+func apply(t *testing.T, h *testbed.Host, r ruleset.Ruleset, want string, was *ruleset.Installed) ruleset.Installed {
 	t.Helper()
 	in, err := ruleset.Apply(t.Context(), h.Path(), r, want, was)
 	if err != nil {
@@ -55,7 +55,7 @@ func apply(t *testing.T, h *netns.Host, r ruleset.Ruleset, want string, was *rul
 	return in
 }
 
-func checkNoDrift(t *testing.T, h *netns.Host, in ruleset.Installed) {
+func checkNoDrift(t *testing.T, h *testbed.Host, in ruleset.Installed) {
 	t.Helper()
 	drift, err := in.Check(t.Context(), h.Path())
 	if err != nil || len(drift) > 0 {
@@ -64,7 +64,7 @@ func checkNoDrift(t *testing.T, h *netns.Host, in ruleset.Installed) {
 }
 
 // rules is all that is in a netns, whoever made it.
-func rules(h *netns.Host) string {
+func rules(h *testbed.Host) string {
 	var all strings.Builder
 	for _, list := range []string{"nft list ruleset", "iptables-legacy-save", "ip6tables-legacy-save"} {
 		words := strings.Fields(list)
@@ -73,7 +73,7 @@ func rules(h *netns.Host) string {
 	return all.String()
 }
 
-func checkNothingLeft(t *testing.T, h *netns.Host) {
+func checkNothingLeft(t *testing.T, h *testbed.Host) {
 	t.Helper()
 	if got := rules(h); strings.Contains(strings.ToLower(got), "sluice") {
 		t.Errorf("something of ours is left:\n%s", got)
@@ -83,7 +83,7 @@ func checkNothingLeft(t *testing.T, h *netns.Host) {
 func TestApplyCheckRemove(t *testing.T) {
 	for name, r := range map[string]ruleset.Ruleset{"provisional": ruleset.Provisional("eth0"), "rich": rich()} {
 		t.Run(name, func(t *testing.T) {
-			forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+			forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 				in := apply(t, h, r, backend, nil)
 				want := ruleset.Installed{Ruleset: r, Backend: backend, SYNGate: true, Revision: ruleset.Revision, IPv6: true}
 				if diff := cmp.Diff(want, in, cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }), cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
@@ -125,7 +125,7 @@ func TestCheckKnowsHowRulesAreListed(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+			forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 				r := ruleset.Provisional("eth0")
 				change(&r)
 				checkNoDrift(t, h, apply(t, h, r, backend, nil))
@@ -135,7 +135,7 @@ func TestCheckKnowsHowRulesAreListed(t *testing.T) {
 }
 
 func TestApplyTwiceIsHarmless(t *testing.T) {
-	forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 		in := apply(t, h, rich(), backend, nil)
 		before := rules(h)
 		for what, was := range map[string]*ruleset.Installed{"unknown": nil, "known": &in} {
@@ -160,7 +160,7 @@ func counterless(rules string) string {
 }
 
 func TestApplyReplaces(t *testing.T) {
-	forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 		was := apply(t, h, rich(), backend, nil)
 		changed := rich()
 		changed.IncludePorts = []ruleset.PortRange{{First: 8443, Last: 8443}}
@@ -181,7 +181,7 @@ func TestApplyReplaces(t *testing.T) {
 }
 
 func TestForeignRulesStay(t *testing.T) {
-	forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 		tool := "iptables-nft"
 		if backend == "iptables-legacy" {
 			tool = backend
@@ -203,7 +203,7 @@ func TestForeignRulesStay(t *testing.T) {
 
 // TestRemoveReleasesBeforeTheGateGoes: when released runs, nothing is captured any more, but the port is guarded.
 func TestRemoveReleasesBeforeTheGateGoes(t *testing.T) {
-	forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 		in := apply(t, h, rich(), backend, nil)
 		ran := false
 		err := in.Remove(t.Context(), h.Path(), func() error {
@@ -222,7 +222,7 @@ func TestRemoveReleasesBeforeTheGateGoes(t *testing.T) {
 }
 
 func TestRemoveGoesOnWhenReleasedFails(t *testing.T) {
-	forBackends(t, func(t *testing.T, h *netns.Host, backend string) {
+	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 		in := apply(t, h, rich(), backend, nil)
 		broken := errors.New("conntrack is broken")
 		if err := in.Remove(t.Context(), h.Path(), func() error { return broken }); !errors.Is(err, broken) {
@@ -234,7 +234,7 @@ func TestRemoveGoesOnWhenReleasedFails(t *testing.T) {
 
 func TestApplyBringsLoUp(t *testing.T) {
 	t.Parallel()
-	h := netns.NewHost(t, "ruleset")
+	h := testbed.NewHost(t, "ruleset")
 	h.IP("link", "set", "lo", "down")
 	apply(t, h, rich(), "auto", nil)
 	if got := h.Exec("ip", "-br", "link", "show", "lo"); !strings.Contains(got, "UP") {
@@ -257,7 +257,7 @@ func TestNoSuchNetns(t *testing.T) {
 
 func TestApplyRefusesWhatIsInvalid(t *testing.T) {
 	t.Parallel()
-	h := netns.NewHost(t, "ruleset")
+	h := testbed.NewHost(t, "ruleset")
 	if _, err := ruleset.Apply(t.Context(), h.Path(), ruleset.Ruleset{}, "auto", nil); err == nil {
 		t.Error("a ruleset without interfaces: got no error")
 	}

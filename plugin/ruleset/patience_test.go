@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/sluice-cni/sluice/integration/netns"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
@@ -13,7 +13,7 @@ import (
 // already stays.
 func TestPatience(t *testing.T) {
 	t.Parallel()
-	h := netns.NewHost(t, "pod")
+	h := testbed.NewHost(t, "pod")
 	const quick = "net.ipv4.tcp_rto_max_ms"
 	if _, err := os.Stat("/proc/sys/net/ipv4/tcp_rto_max_ms"); err != nil {
 		t.Skipf("this kernel has no %s", quick)

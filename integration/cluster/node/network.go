@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// Addresses of the world outside, as in integration/netns, and of the node on the way there.
+// Addresses of the world outside, as in integration/testbed, and of the node on the way there.
 const (
 	WorldIPv4 = "198.51.100.10"
 	WorldIPv6 = "2001:db8::10"
@@ -42,7 +42,7 @@ func makeNetwork(ctx context.Context) error {
 		"link set lo up",
 		"netns add " + worldName,
 		"-n " + worldName + " link set lo up",
-		// Not the number that its peer has: see integration/netns.
+		// Not the number that its peer has: see integration/testbed.
 		"link add eth0 index 1000 type veth peer name eth0 netns " + worldName,
 		"addr add " + nodeIPv4 + "/24 dev eth0",
 		"addr add " + nodeIPv6 + "/64 dev eth0 nodad",

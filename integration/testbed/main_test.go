@@ -1,4 +1,4 @@
-package netns
+package testbed
 
 import (
 	"fmt"
@@ -119,7 +119,7 @@ func TestMainWithoutUserNamespaces(t *testing.T) {
 func withoutRoot(t *testing.T) *exec.Cmd {
 	t.Helper()
 	dir := build(t)
-	self := filepath.Join(dir, "netns.test")
+	self := filepath.Join(dir, "testbed.test")
 	Run(t, "cp", fmt.Sprintf("/proc/%d/exe", os.Getpid()), self)
 	Run(t, "chmod", "0755", dir, self)
 	cmd := exec.Command("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups",

@@ -1,11 +1,11 @@
-// Package netns builds small worlds out of network namespaces for tests and benchmarks: a node with a bridge,
+// Package testbed builds small worlds out of network namespaces for tests and benchmarks: a node with a bridge,
 // pods added through a real CNI chain, and a world outside that the pods talk to.
 //
 //	world (198.51.100.10, 2001:db8::10) ──veth── node ──bridge cni0── pod, pod, …
 //
 // The node is a netns of its own: nothing in the machine's own network changes, and any number of nodes
 // live side by side.
-package netns
+package testbed
 
 import (
 	"bytes"
