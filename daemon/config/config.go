@@ -1,4 +1,5 @@
-// Package config reads the file that `sluiced run --config` is given.
+// Package config reads the daemon's configuration file (`sluiced run --config FILE`). Every value is parsed into its
+// type and checked here, so that no other package handles an invalid one.
 package config
 
 import (
@@ -21,51 +22,57 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// Config is the configuration, every value parsed and checked.
+// Config is the parsed and checked configuration. Each field has the key of the same name in the file, unless its
+// comment names another.
 type Config struct {
 	Upstream Upstream
 	Capture  Capture
-	Late     attach.Late
-	// TaintAfter is how long the upstream is late before the node gets its taint back; 0 for never.
+	// Late is the policy for new connections while the upstream is late, and its timeout (0: no limit).
+	Late attach.Late
+	// TaintAfter (late.taintAfter) is the time that the upstream may be late before the node is tainted again;
+	// 0: the node is never tainted again.
 	TaintAfter time.Duration
-	// AgentSocket is where the plugin and `sluiced status` find the daemon.
+	// AgentSocket is the path of the unix socket on which the daemon serves the plugin and `sluiced status`.
 	AgentSocket string
-	// ProxySocket is where proxies find it that take the listeners of pods (protocol sockets): proxy.sock beside the
-	// agent socket unless it is given.
+	// ProxySocket is the path of the unix socket to which proxies connect to take the listeners of pods (protocol
+	// sockets). The default is proxy.sock in the directory of AgentSocket.
 	ProxySocket string
-	StateDir    string
-	// MetricsAddress is where Prometheus scrapes; empty for nowhere.
+	// StateDir is the directory of the attachment records.
+	StateDir string
+	// MetricsAddress is the host:port at which Prometheus scrapes /metrics; empty: metrics are not served.
 	MetricsAddress string
 }
 
-// Upstream is the node's proxy. It is found by exactly one of Address, Pods and Service; with the protocol Sockets
-// it finds us, and they only tell what it is, so that it is not captured itself.
+// Upstream describes the node's proxy. Exactly one of Address, Pods and Service locates it. With the protocol Sockets
+// the proxy connects to the daemon instead; then Address and Pods are optional, and only identify the proxy's own pods,
+// which are never captured.
 type Upstream struct {
-	// Address is host:port, environment variables expanded.
+	// Address is host:port, with environment variables already expanded.
 	Address string
-	// Pods are found by their labels: the ready one on this node is dialled, at Port.
+	// Pods (podSelector) selects the proxy's pods. The daemon dials the ready one on this node, at Port.
 	Pods Selector
-	// Service stands for the pods that it selects, and Port for its own port.
+	// Service selects the proxy's pods by the selector of a service. Port is then a port of the service.
 	Service  Name
 	Port     uint16
 	Protocol Protocol
-	// ProbeInterval is how often something is asked of it, to see that it serves; 0 for never.
+	// ProbeInterval is the time between two probes that test whether the proxy serves; 0: no probes.
 	ProbeInterval time.Duration
 }
 
-// Selector chooses pods of one namespace by their labels.
+// Selector selects pods of one namespace by their labels.
 type Selector struct {
 	Namespace string
 	Labels    map[string]string
 }
 
-// Name is that of an object in a namespace.
+// Name identifies an object of the API server in its namespace.
 type Name struct{ Namespace, Name string }
 
+// String describes the upstream for logs and `sluiced status`.
 func (u Upstream) String() string {
 	switch {
 	case u.Protocol == Sockets:
-		return "proxies that come for the sockets"
+		return "proxies that connect to the proxy socket"
 	case u.Address != "":
 		return u.Address
 	case u.Service.Name != "":
@@ -76,40 +83,46 @@ func (u Upstream) String() string {
 			labels = append(labels, k+"="+v)
 		}
 		slices.Sort(labels)
-		return fmt.Sprintf("pod %s of this node in %s, port %d", strings.Join(labels, ","), u.Pods.Namespace, u.Port)
+		return fmt.Sprintf("pod with %s in namespace %s on this node, port %d",
+			strings.Join(labels, ","), u.Pods.Namespace, u.Port)
 	}
 }
 
-// Protocol is how the upstream is asked for the original destination.
+// Protocol is the way in which the upstream learns a connection's original destination.
 type Protocol string
 
 // The protocols.
 const (
+	// Connect is HTTP CONNECT.
 	Connect Protocol = "connect"
 	SOCKS5  Protocol = "socks5"
-	// Sockets is not to ask: proxies come for the listeners of pods and accept on them themselves.
+	// Sockets needs no request: proxies take the listeners of pods and accept on them, without a relay.
 	Sockets Protocol = "sockets"
 )
 
-// Capture says which attachments are captured, and what of their traffic.
+// Capture selects the attachments that are captured, and the part of their traffic that is.
 type Capture struct {
-	Source       Source
+	Source Source
+	// IncludePorts are the captured destination ports; empty: all ports.
 	IncludePorts []ruleset.PortRange
 	ExcludePorts []ruleset.PortRange
 	ExcludeCIDRs []netip.Prefix
-	RejectQUIC   bool
+	// RejectQUIC (quic: reject) answers UDP to port 443 with port-unreachable, so that clients use TCP.
+	RejectQUIC bool
 }
 
-// Source is who says whether an attachment is captured.
+// Source is the value of capture.source: it selects the orchestrator that decides which attachments are captured.
 type Source string
 
-// The sources: every attachment that the plugin asks about, or those that labels opt in.
+// The sources.
 const (
-	All        Source = "all"
+	// All captures every attachment about which the plugin asks.
+	All Source = "all"
+	// Kubernetes captures the pods that opt in by a label, their own or their namespace's.
 	Kubernetes Source = "kubernetes"
 )
 
-// Load reads the file at path.
+// Load reads the file at path. Errors name the file, and for an invalid value its key too.
 func Load(path string) (Config, error) {
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -122,7 +135,8 @@ func Load(path string) (Config, error) {
 	return c, nil
 }
 
-// Parse reads a configuration in YAML. An error names the key and the value that are wrong.
+// Parse reads a configuration in YAML. lookupEnv resolves the environment variables in upstream.address. An error names
+// the invalid key and its value.
 func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	c := Config{
 		Upstream:       Upstream{Protocol: Connect},
@@ -140,7 +154,7 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	if err := walk("", js, keys); err != nil {
 		return Config{}, err
 	}
-	if err := c.complete(); err != nil {
+	if err := c.validate(); err != nil {
 		return Config{}, err
 	}
 	if c.ProxySocket == "" {
@@ -149,43 +163,68 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	return c, nil
 }
 
-// complete reports what is missing, and what does not go together.
-func (c *Config) complete() error {
+// validate reports the first required key that is missing, or the first keys that exclude each other.
+func (c *Config) validate() error {
 	u := c.Upstream
-	comes := u.Protocol == Sockets
+	sockets := u.Protocol == Sockets
 	pods, service := u.Pods.Namespace != "" || u.Pods.Labels != nil, u.Service != Name{}
 	for _, rule := range []struct {
-		broken bool
-		says   string
+		broken  bool
+		message string
 	}{
-		{u.Address == "" && !pods && !service && !comes, "upstream.address: missing, and neither upstream.podSelector nor upstream.service is given"},
-		{u.Address != "" && (pods || service) || pods && service, "upstream: want one of address, podSelector and service"},
+		{
+			u.Address == "" && !pods && !service && !sockets,
+			"upstream.address: missing; set it, upstream.podSelector or upstream.service",
+		},
+		{
+			u.Address != "" && (pods || service) || pods && service,
+			"upstream: set only one of address, podSelector and service",
+		},
 		{c.Capture.Source == "", "capture.source: missing"},
 		{pods && u.Pods.Namespace == "", "upstream.podSelector.namespace: missing"},
 		{pods && len(u.Pods.Labels) == 0, "upstream.podSelector.matchLabels: missing"},
 		{service && u.Service.Namespace == "", "upstream.service.namespace: missing"},
 		{service && u.Service.Name == "", "upstream.service.name: missing"},
-		{(pods || service) && u.Port == 0 && !comes, "upstream.port: missing"},
-		{comes && service, "upstream.service: a proxy that comes for sockets is known by its podSelector"},
-		{comes && u.ProbeInterval != 0, fmt.Sprintf("upstream.probeInterval: %s: proxies that come for sockets are asked every second as it is", u.ProbeInterval)},
-		{u.Address != "" && u.Port != 0, "upstream.port: the address has one"},
-		{(pods || service) && c.Capture.Source != Kubernetes, fmt.Sprintf("capture.source: %q knows no pods and services", c.Capture.Source)},
-		{c.TaintAfter != 0 && c.Capture.Source != Kubernetes, fmt.Sprintf("late.taintAfter: %s, but capture.source %q knows no node to taint", c.TaintAfter, c.Capture.Source)},
+		{(pods || service) && u.Port == 0 && !sockets, "upstream.port: missing"},
+		{
+			sockets && service,
+			"upstream.service: cannot be used with protocol sockets; use upstream.podSelector",
+		},
+		{
+			sockets && u.ProbeInterval != 0,
+			fmt.Sprintf("upstream.probeInterval: %s: cannot be used with protocol sockets, "+
+				"which checks every proxy once a second", u.ProbeInterval),
+		},
+		{
+			u.Address != "" && u.Port != 0,
+			"upstream.port: cannot be used with upstream.address, which contains the port",
+		},
+		{
+			(pods || service) && c.Capture.Source != Kubernetes,
+			fmt.Sprintf("capture.source: %q: upstream.podSelector and upstream.service need %q",
+				c.Capture.Source, Kubernetes),
+		},
+		{
+			c.TaintAfter != 0 && c.Capture.Source != Kubernetes,
+			fmt.Sprintf("late.taintAfter: %s: needs capture.source %q, not %q",
+				c.TaintAfter, Kubernetes, c.Capture.Source),
+		},
 	} {
 		if rule.broken {
-			return errors.New(rule.says)
+			return errors.New(rule.message)
 		}
 	}
 	return nil
 }
 
-// setter takes the value of one key.
+// setter parses the value of one key and stores it in the configuration.
 type setter func(json.RawMessage) error
 
-// keys is every key of the file, by its path, and where its value goes.
+// keys returns the setter of every key of the file, by the key's path.
 func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
+	address := func(s string) (string, error) { return Address(s, lookupEnv) }
 	return map[string]setter{
-		"upstream.address":                 text(&c.Upstream.Address, func(s string) (string, error) { return Address(s, lookupEnv) }),
+		"upstream.address":                 text(&c.Upstream.Address, address),
 		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5, Sockets})),
 		"upstream.podSelector.namespace":   text(&c.Upstream.Pods.Namespace, named),
 		"upstream.podSelector.matchLabels": labels(&c.Upstream.Pods),
@@ -211,7 +250,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 	}
 }
 
-// walk descends into the document and hands each leaf to its key.
+// walk calls the setter of every key in value, the part of the document at path. Unknown keys are errors.
 func walk(path string, value json.RawMessage, keys map[string]setter) error {
 	if set, ok := keys[path]; ok {
 		if err := set(value); err != nil {
@@ -228,8 +267,9 @@ func walk(path string, value json.RawMessage, keys map[string]setter) error {
 	}
 	for _, name := range slices.Sorted(maps.Keys(object)) {
 		key := strings.TrimPrefix(path+"."+name, ".")
-		if strings.Contains(name, ".") || !leads(key, keys) {
-			return fmt.Errorf("%s: unknown key, with value %.100s; known are %s", key, object[name], strings.Join(near(path, keys), ", "))
+		if strings.Contains(name, ".") || !isPrefix(key, keys) {
+			return fmt.Errorf("%s: unknown key, with value %.100s; the known keys here are %s",
+				key, object[name], strings.Join(knownKeys(path, keys), ", "))
 		}
 		if err := walk(key, object[name], keys); err != nil {
 			return err
@@ -238,8 +278,8 @@ func walk(path string, value json.RawMessage, keys map[string]setter) error {
 	return nil
 }
 
-// leads tells whether key is a key, or on the way to one.
-func leads(key string, keys map[string]setter) bool {
+// isPrefix tells whether key is one of keys, or a mapping that contains one.
+func isPrefix(key string, keys map[string]setter) bool {
 	for k := range keys {
 		if k == key || strings.HasPrefix(k, key+".") {
 			return true
@@ -248,8 +288,8 @@ func leads(key string, keys map[string]setter) bool {
 	return false
 }
 
-// near lists the keys in the mapping at path.
-func near(path string, keys map[string]setter) []string {
+// knownKeys lists the keys that the mapping at path may have.
+func knownKeys(path string, keys map[string]setter) []string {
 	found := map[string]bool{}
 	for k := range keys {
 		if rest, ok := strings.CutPrefix("."+k, strings.TrimSuffix("."+path, ".")+"."); ok {
@@ -260,6 +300,7 @@ func near(path string, keys map[string]setter) []string {
 	return slices.Sorted(maps.Keys(found))
 }
 
+// text returns the setter of a key with a scalar value.
 func text[T any](to *T, parse func(string) (T, error)) setter {
 	return func(raw json.RawMessage) error {
 		v, err := parse(scalar(raw))
@@ -271,13 +312,14 @@ func text[T any](to *T, parse func(string) (T, error)) setter {
 	}
 }
 
+// list returns the setter of a key with a list of scalars. The list in the file replaces the default.
 func list[T any](to *[]T, parse func(string) (T, error)) setter {
 	return func(raw json.RawMessage) error {
 		var values []json.RawMessage
 		if err := json.Unmarshal(raw, &values); err != nil {
 			return fmt.Errorf("%.100s is not a list", raw)
 		}
-		*to = nil // what is given replaces the default
+		*to = nil
 		for _, value := range values {
 			v, err := parse(scalar(value))
 			if err != nil {
@@ -289,8 +331,8 @@ func list[T any](to *[]T, parse func(string) (T, error)) setter {
 	}
 }
 
-// scalar is a string, or what else was written where one belongs: a port needs no quotes, and whatever is no
-// value at all is for the parser to name.
+// scalar returns the text of a value, with or without quotes: a port needs none. null, lists and mappings are returned
+// as JSON, so that the parser rejects them and its error shows them.
 func scalar(raw json.RawMessage) string {
 	var s string
 	if err := json.Unmarshal(raw, &s); err != nil || string(raw) == "null" {
@@ -299,7 +341,7 @@ func scalar(raw json.RawMessage) string {
 	return s
 }
 
-// LatePolicy reads what becomes of connections while the upstream is late.
+// LatePolicy parses the policy for new connections while the upstream is late: queue, hold or direct.
 func LatePolicy(s string) (attach.LatePolicy, error) { return oneOf(attach.LatePolicies)(s) }
 
 func oneOf[T ~string](values []T) func(string) (T, error) {
@@ -320,7 +362,7 @@ func optional(parse func(string) (string, error)) func(string) (string, error) {
 	}
 }
 
-// Timeout reads how long to wait.
+// Timeout parses a duration of zero or more, such as 90s; 0 is "no limit" or "never", as its key says.
 func Timeout(s string) (time.Duration, error) {
 	d, err := time.ParseDuration(s)
 	if err != nil || d < 0 {
@@ -355,7 +397,7 @@ func port(s string) (uint16, error) {
 	return uint16(n), nil
 }
 
-// named takes the name of an object; the API server knows which there are.
+// named accepts any name of an object that is not empty. Only the API server knows whether the object exists.
 func named(s string) (string, error) {
 	if s == "" || s == "null" {
 		return "", fmt.Errorf("%q is not a name", s)
@@ -363,6 +405,7 @@ func named(s string) (string, error) {
 	return s, nil
 }
 
+// labels returns the setter of a selector's labels.
 func labels(of *Selector) setter {
 	return func(raw json.RawMessage) error {
 		var values map[string]json.RawMessage
@@ -377,7 +420,8 @@ func labels(of *Selector) setter {
 	}
 }
 
-// Address parses host:port, in which ${NAME} is a variable of the environment.
+// Address parses host:port, in which ${NAME} or $NAME is replaced by the value of that environment variable. A variable
+// that is not set, or is empty, is an error.
 func Address(s string, lookupEnv func(string) (string, bool)) (string, error) {
 	s, err := expand(s, lookupEnv)
 	if err != nil {
@@ -386,14 +430,14 @@ func Address(s string, lookupEnv func(string) (string, bool)) (string, error) {
 	return hostPort(s)
 }
 
-// expand replaces ${NAME}. An IPv6 address gets the brackets that a port behind it needs.
+// expand replaces ${NAME}. A variable that holds an IPv6 address is put in brackets, as the port after it requires.
 func expand(s string, lookup func(string) (string, bool)) (string, error) {
 	var errs []error
 	bracketed := strings.HasPrefix(s, "[")
 	out := os.Expand(s, func(name string) string {
 		v, ok := lookup(name)
 		if !ok || v == "" {
-			errs = append(errs, fmt.Errorf("%q: the environment has no %s", s, name))
+			errs = append(errs, fmt.Errorf("%q: environment variable %s is not set or empty", s, name))
 		}
 		if a, err := netip.ParseAddr(v); err == nil && a.Is6() && !bracketed {
 			return "[" + v + "]"

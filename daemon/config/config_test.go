@@ -19,17 +19,19 @@ import (
 
 var comparePrefixes = cmpopts.EquateComparable(netip.Prefix{})
 
-// minimal is the least that a configuration says.
+// minimal is the shortest valid configuration.
 const minimal = "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all}\n"
 
-// environment is what ${NAME} stands for in these tests.
+// environment has the environment variables of these tests.
 func environment(name string) (string, bool) {
 	v, ok := map[string]string{
-		"HOST_IP": "192.0.2.1", "HOST_IP6": "2001:db8::1", "PORT": "18080", "EMPTY": "", "NAME": "proxy.example", "BOTH": "[2001:db8::1]:1",
+		"HOST_IP": "192.0.2.1", "HOST_IP6": "2001:db8::1", "PORT": "18080",
+		"EMPTY": "", "NAME": "proxy.example", "BOTH": "[2001:db8::1]:1",
 	}[name]
 	return v, ok
 }
 
+// defaults is the configuration of minimal.
 func defaults() Config {
 	return Config{
 		Upstream:       Upstream{Address: "127.0.0.1:18080", Protocol: Connect},
@@ -51,7 +53,7 @@ func TestParse(t *testing.T) {
 		{"minimal", minimal, func(*Config) {}},
 		{"in JSON", `{"upstream":{"address":"127.0.0.1:18080"},"capture":{"source":"all"}}`, func(*Config) {}},
 		{"empty mappings", minimal + "late: {}\n", func(*Config) {}},
-		{"a mapping with nothing in it yet", minimal + "late:\n", func(*Config) {}},
+		{"a mapping without a value", minimal + "late:\n", func(*Config) {}},
 		{"everything", `
 upstream:
   address: proxy.example:3128
@@ -72,51 +74,63 @@ metricsAddress: "[::1]:9090"
 `, func(c *Config) {
 			c.Upstream = Upstream{Address: "proxy.example:3128", Protocol: SOCKS5}
 			c.Capture = Capture{
-				Source:       All,
-				IncludePorts: []ruleset.PortRange{{First: 80, Last: 80}, {First: 443, Last: 443}, {First: 8000, Last: 8999}},
+				Source: All,
+				IncludePorts: []ruleset.PortRange{
+					{First: 80, Last: 80}, {First: 443, Last: 443}, {First: 8000, Last: 8999},
+				},
 				ExcludePorts: []ruleset.PortRange{{First: 22, Last: 22}},
 				ExcludeCIDRs: []netip.Prefix{
-					netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8"), netip.MustParsePrefix("203.0.113.7/32"),
+					netip.MustParsePrefix("10.0.0.0/8"),
+					netip.MustParsePrefix("fd00::/8"),
+					netip.MustParsePrefix("203.0.113.7/32"),
 				},
 			}
 			c.Late = attach.Late{Policy: attach.Hold, Timeout: 90 * time.Second}
 			c.AgentSocket, c.ProxySocket, c.StateDir, c.MetricsAddress = "/a.sock", "/p.sock", "/d", "[::1]:9090"
 		}},
-		{"the upstream's pods", `
+		{"the upstream by pod labels", `
 upstream:
   podSelector: {namespace: proxies, matchLabels: {app: mitmproxy, generation: 2}}
   port: 8080
 capture: {source: kubernetes}
 `, func(c *Config) {
+			labels := map[string]string{"app": "mitmproxy", "generation": "2"}
 			c.Upstream = Upstream{
-				Pods: Selector{Namespace: "proxies", Labels: map[string]string{"app": "mitmproxy", "generation": "2"}}, Port: 8080, Protocol: Connect,
+				Pods: Selector{Namespace: "proxies", Labels: labels}, Port: 8080, Protocol: Connect,
+			}
+			c.Capture.Source = Kubernetes
+		}},
+		{"the upstream by service", `
+upstream: {service: {namespace: proxies, name: mitmproxy}, port: '80'}
+capture: {source: kubernetes}
+`, func(c *Config) {
+			c.Upstream = Upstream{
+				Service: Name{Namespace: "proxies", Name: "mitmproxy"}, Port: 80, Protocol: Connect,
 			}
 			c.Capture.Source = Kubernetes
 		}},
 		{
-			"the upstream's service", "upstream: {service: {namespace: proxies, name: mitmproxy}, port: '80'}\ncapture: {source: kubernetes}\n",
-			func(c *Config) {
-				c.Upstream = Upstream{Service: Name{Namespace: "proxies", Name: "mitmproxy"}, Port: 80, Protocol: Connect}
-				c.Capture.Source = Kubernetes
-			},
-		},
-		{
-			"proxies that come by themselves", "upstream: {protocol: sockets}\ncapture: {source: all}\n",
+			"sockets", "upstream: {protocol: sockets}\ncapture: {source: all}\n",
 			func(c *Config) { c.Upstream = Upstream{Protocol: Sockets} },
 		},
+		{"sockets, with the proxy's pods", `
+upstream: {protocol: sockets, podSelector: {namespace: p, matchLabels: {a: b}}}
+capture: {source: kubernetes}
+`, func(c *Config) {
+			pods := Selector{Namespace: "p", Labels: map[string]string{"a": "b"}}
+			c.Upstream = Upstream{Protocol: Sockets, Pods: pods}
+			c.Capture.Source = Kubernetes
+		}},
+		{"the node is tainted again", `
+upstream: {address: '127.0.0.1:18080'}
+capture: {source: kubernetes}
+late: {taintAfter: 5m}
+`, func(c *Config) { c.Capture.Source, c.TaintAfter = Kubernetes, 5*time.Minute }},
+		{"the node is never tainted again", minimal + "late: {taintAfter: 0s}\n", func(*Config) {}},
 		{
-			"a taint that comes back", "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: kubernetes}\nlate: {taintAfter: 5m}\n",
-			func(c *Config) { c.Capture.Source, c.TaintAfter = Kubernetes, 5*time.Minute },
+			"an empty value replaces the default", minimal + "metricsAddress: ''\n",
+			func(c *Config) { c.MetricsAddress = "" },
 		},
-		{"a taint that does not", minimal + "late: {taintAfter: 0s}\n", func(*Config) {}},
-		{
-			"and what they are", "upstream: {protocol: sockets, podSelector: {namespace: p, matchLabels: {a: b}}}\ncapture: {source: kubernetes}\n",
-			func(c *Config) {
-				c.Upstream = Upstream{Protocol: Sockets, Pods: Selector{Namespace: "p", Labels: map[string]string{"a": "b"}}}
-				c.Capture.Source = Kubernetes
-			},
-		},
-		{"what is given replaces the default", minimal + "metricsAddress: ''\n", func(c *Config) { c.MetricsAddress = "" }},
 		{
 			"no excluded CIDRs", "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all, excludeCIDRs: []}\n",
 			func(c *Config) { c.Capture.ExcludeCIDRs = nil },
@@ -135,12 +149,29 @@ capture: {source: kubernetes}
 	}
 }
 
-// TestParseErrors: each names the key and the value.
+func TestUpstreamString(t *testing.T) {
+	t.Parallel()
+	for want, up := range map[string]Upstream{
+		"127.0.0.1:18080": {Address: "127.0.0.1:18080", Protocol: SOCKS5},
+		"pod with app=x,tier=y in namespace ns on this node, port 1": {
+			Pods: Selector{Namespace: "ns", Labels: map[string]string{"tier": "y", "app": "x"}}, Port: 1,
+		},
+		"service ns/web, port 80":                  {Service: Name{Namespace: "ns", Name: "web"}, Port: 80},
+		"proxies that connect to the proxy socket": {Protocol: Sockets},
+	} {
+		if got := up.String(); got != want {
+			t.Errorf("%+v: got %q, want %q", up, got, want)
+		}
+	}
+}
+
+// TestParseErrors checks that each error names the key and the value.
 func TestParseErrors(t *testing.T) {
 	t.Parallel()
 	const upstream = "upstream: {address: '127.0.0.1:18080'}\n"
 	const source = "capture: {source: all}\n"
 	pods := func(upstream string) string { return "upstream: {" + upstream + "}\ncapture: {source: kubernetes}\n" }
+	const selector = "podSelector: {namespace: p, matchLabels: {a: b}}"
 	for _, tc := range []struct{ yaml, want string }{
 		{"", "upstream.address: missing"},
 		{"[]", "[] is not a mapping of keys"},
@@ -151,8 +182,14 @@ func TestParseErrors(t *testing.T) {
 		{upstream, "capture.source: missing"},
 		{upstream + upstream + source, `"upstream" already set in map`},
 		{upstream + "capture: all\n", `capture: "all" is not a mapping of keys`},
-		{minimal + "metrics: x\n", `metrics: unknown key, with value "x"; known are agentSocket, capture, late, metricsAddress, proxySocket, stateDir, upstream`},
-		{minimal + "late: {polcy: queue}\n", `late.polcy: unknown key, with value "queue"; known are policy, taintAfter, timeout`},
+		{
+			minimal + "metrics: x\n", `metrics: unknown key, with value "x"; the known keys here are ` +
+				`agentSocket, capture, late, metricsAddress, proxySocket, stateDir, upstream`,
+		},
+		{
+			minimal + "late: {polcy: queue}\n",
+			`late.polcy: unknown key, with value "queue"; the known keys here are policy, taintAfter, timeout`,
+		},
 		{minimal + "upstream.address: x\n", `upstream.address: unknown key`},
 		{minimal + "Late: {}\n", `Late: unknown key`},
 
@@ -161,32 +198,53 @@ func TestParseErrors(t *testing.T) {
 		{"upstream: {address: null}\n" + source, `upstream.address: "null" is not host:port`},
 		{"upstream: {address: 18080}\n" + source, `upstream.address: "18080" is not host:port`},
 		{"upstream: {address: ':18080'}\n" + source, `upstream.address: ":18080" is not host:port`},
-		{"upstream: {address: '127.0.0.1:0'}\n" + source, `upstream.address: "127.0.0.1:0": "0" is not a port from 1 to 65535`},
+		{
+			"upstream: {address: '127.0.0.1:0'}\n" + source,
+			`upstream.address: "127.0.0.1:0": "0" is not a port from 1 to 65535`,
+		},
 		{"upstream: {address: '127.0.0.1:65536'}\n" + source, `"65536" is not a port`},
 		{"upstream: {address: '127.0.0.1:http'}\n" + source, `"http" is not a port`},
 		{"upstream: {address: '2001:db8::1:80'}\n" + source, `upstream.address: "2001:db8::1:80" is not host:port`},
 		{"upstream: {address: ['a:1']}\n" + source, `upstream.address: "[\"a:1\"]" is not host:port`},
-		{"upstream: {address: '${NOBODY}:1'}\n" + source, `upstream.address: "${NOBODY}:1": the environment has no NOBODY`},
-		{"upstream: {address: '${EMPTY}:1'}\n" + source, `the environment has no EMPTY`},
-		{"upstream: {address: 'a:1', protocol: http}\n" + source, `upstream.protocol: "http" is not one of [connect socks5 sockets]`},
-		{pods(`service: {namespace: p, name: n}, protocol: sockets`), "upstream.service: a proxy that comes for sockets"},
+		{
+			"upstream: {address: '${ABSENT}:1'}\n" + source,
+			`upstream.address: "${ABSENT}:1": environment variable ABSENT is not set or empty`,
+		},
+		{"upstream: {address: '${EMPTY}:1'}\n" + source, `environment variable EMPTY is not set or empty`},
+		{
+			"upstream: {address: 'a:1', protocol: http}\n" + source,
+			`upstream.protocol: "http" is not one of [connect socks5 sockets]`,
+		},
+		{
+			pods(`service: {namespace: p, name: n}, protocol: sockets`),
+			"upstream.service: cannot be used with protocol sockets",
+		},
 		{pods(`podSelector: {namespace: p}, protocol: sockets`), "upstream.podSelector.matchLabels: missing"},
 		{minimal + "proxySocket: proxy.sock\n", `proxySocket: "proxy.sock" is not an absolute path`},
 
-		{pods(`podSelector: {namespace: p, matchLabels: {a: b}}, address: 'a:1'`), "upstream: want one of address, podSelector and service"},
-		{pods(`podSelector: {namespace: p, matchLabels: {a: b}}, service: {namespace: p, name: n}, port: 1`), "upstream: want one of"},
+		{pods(selector + `, address: 'a:1'`), "upstream: set only one of address, podSelector and service"},
+		{pods(selector + `, service: {namespace: p, name: n}, port: 1`), "upstream: set only one of"},
 		{pods(`podSelector: {matchLabels: {a: b}}, port: 1`), "upstream.podSelector.namespace: missing"},
 		{pods(`podSelector: {namespace: p}, port: 1`), "upstream.podSelector.matchLabels: missing"},
 		{pods(`podSelector: {namespace: p, matchLabels: {}}, port: 1`), "upstream.podSelector.matchLabels: missing"},
-		{pods(`podSelector: {namespace: p, matchLabels: [a]}, port: 1`), `upstream.podSelector.matchLabels: ["a"] is not a mapping of labels`},
-		{pods(`podSelector: {namespace: '', matchLabels: {a: b}}, port: 1`), `upstream.podSelector.namespace: "" is not a name`},
-		{pods(`podSelector: {namespace: p, matchLabels: {a: b}}`), "upstream.port: missing"},
+		{
+			pods(`podSelector: {namespace: p, matchLabels: [a]}, port: 1`),
+			`upstream.podSelector.matchLabels: ["a"] is not a mapping of labels`,
+		},
+		{
+			pods(`podSelector: {namespace: '', matchLabels: {a: b}}, port: 1`),
+			`upstream.podSelector.namespace: "" is not a name`,
+		},
+		{pods(selector), "upstream.port: missing"},
 		{pods(`podSelector: {namespace: p, labels: {a: b}}, port: 1`), "upstream.podSelector.labels: unknown key"},
 		{pods(`service: {name: n}, port: 1`), "upstream.service.namespace: missing"},
 		{pods(`service: {namespace: p}, port: 1`), "upstream.service.name: missing"},
 		{pods(`service: {namespace: p, name: n}, port: http`), `upstream.port: "http" is not a port`},
-		{pods(`address: 'a:1', port: 1`), "upstream.port: the address has one"},
-		{"upstream: {service: {namespace: p, name: n}, port: 1}\n" + source, `capture.source: "all" knows no pods and services`},
+		{pods(`address: 'a:1', port: 1`), "upstream.port: cannot be used with upstream.address"},
+		{
+			"upstream: {service: {namespace: p, name: n}, port: 1}\n" + source,
+			`capture.source: "all": upstream.podSelector and upstream.service need "kubernetes"`,
+		},
 
 		{upstream + "capture: {source: some}\n", `capture.source: "some" is not one of`},
 		{upstream + "capture: {source: all, includePorts: 80}\n", `capture.includePorts: 80 is not a list`},
@@ -194,18 +252,27 @@ func TestParseErrors(t *testing.T) {
 		{upstream + "capture: {source: all, includePorts: [null]}\n", `capture.includePorts: port "null"`},
 		{upstream + "capture: {source: all, includePorts: [8.5]}\n", `capture.includePorts: port "8.5"`},
 		{upstream + "capture: {source: all, excludePorts: ['90-80']}\n", `capture.excludePorts: port range "90-80"`},
-		{upstream + "capture: {source: all, excludeCIDRs: [10.1.2.3/8]}\n", `capture.excludeCIDRs: "10.1.2.3/8" has host bits set`},
+		{
+			upstream + "capture: {source: all, excludeCIDRs: [10.1.2.3/8]}\n",
+			`capture.excludeCIDRs: "10.1.2.3/8" has host bits set`,
+		},
 		{upstream + "capture: {source: all, excludeCIDRs: [x]}\n", `capture.excludeCIDRs: "x" is not a CIDR`},
 		{upstream + "capture: {source: all, quic: no}\n", `capture.quic: "false" is not one of [reject allow]`},
 
-		{"upstream: {protocol: sockets, probeInterval: 5s}\ncapture: {source: all}\n", "upstream.probeInterval: 5s: proxies that come for sockets are asked"},
-		{"upstream: {address: '127.0.0.1:1', probeInterval: often}\ncapture: {source: all}\n", `upstream.probeInterval: "often" is not a duration`},
+		{
+			"upstream: {protocol: sockets, probeInterval: 5s}\n" + source,
+			"upstream.probeInterval: 5s: cannot be used with protocol sockets",
+		},
+		{
+			"upstream: {address: '127.0.0.1:1', probeInterval: often}\n" + source,
+			`upstream.probeInterval: "often" is not a duration`,
+		},
 		{minimal + "late: {policy: wait}\n", `late.policy: "wait" is not one of [queue hold direct]`},
 		{minimal + "late: {timeout: forever}\n", `late.timeout: "forever" is not a duration`},
 		{minimal + "late: {timeout: -1s}\n", `late.timeout: "-1s" is not a duration`},
 		{pods(`address: 'a:1'`) + "late: {taintAfter: 5}\n", `late.taintAfter: "5" is not a duration`},
 		{pods(`address: 'a:1'`) + "late: {taintAfter: -1s}\n", `late.taintAfter: "-1s" is not a duration`},
-		{minimal + "late: {taintAfter: 5m}\n", `late.taintAfter: 5m0s, but capture.source "all" knows no node`},
+		{minimal + "late: {taintAfter: 5m}\n", `late.taintAfter: 5m0s: needs capture.source "kubernetes", not "all"`},
 		{minimal + "agentSocket: agent.sock\n", `agentSocket: "agent.sock" is not an absolute path`},
 		{minimal + "stateDir: ''\n", `stateDir: "" is not an absolute path`},
 		{minimal + "metricsAddress: 9090\n", `metricsAddress: "9090" is not host:port`},
@@ -260,12 +327,13 @@ func TestLoad(t *testing.T) {
 	}
 }
 
-// FuzzParse: whatever is in the file, there is an error, or a configuration in which every value is one.
+// FuzzParse checks that any file gives an error, or a configuration in which every value is valid.
 func FuzzParse(f *testing.F) {
 	for _, seed := range []string{
-		minimal, "upstream: {address: '${HOST_IP6}:1', protocol: socks5}\ncapture: {source: all, includePorts: [1, '2-3']}\n",
-		minimal + "late: {policy: queue, timeout: 0s}\nagentSocket: /a\nstateDir: /b\nmetricsAddress: ''\n", "a: &a [*a]", "? {}\n: 1", "1: 2",
-		"\x00", "upstream: !!binary x",
+		minimal,
+		"upstream: {address: '${HOST_IP6}:1', protocol: socks5}\ncapture: {source: all, includePorts: [1, '2-3']}\n",
+		minimal + "late: {policy: queue, timeout: 0s}\nagentSocket: /a\nstateDir: /b\nmetricsAddress: ''\n",
+		"a: &a [*a]", "? {}\n: 1", "1: 2", "\x00", "upstream: !!binary x",
 	} {
 		f.Add([]byte(seed))
 	}
@@ -274,7 +342,8 @@ func FuzzParse(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if c.Upstream.Address == "" || c.Capture.Source != All || !slices.Contains(attach.LatePolicies, c.Late.Policy) || c.Late.Timeout < 0 {
+		late := slices.Contains(attach.LatePolicies, c.Late.Policy) && c.Late.Timeout >= 0
+		if c.Upstream.Address == "" || c.Capture.Source != All || !late {
 			t.Errorf("%q: got %+v", data, c)
 		}
 		if !filepath.IsAbs(c.AgentSocket) || !filepath.IsAbs(c.StateDir) {
