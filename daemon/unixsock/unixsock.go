@@ -1,5 +1,6 @@
-// Package unixsock is how programs of one node talk: unix sockets that only root may use, and descriptors sent
-// over them.
+// Package unixsock has the unix sockets over which the programs of one node talk to each other: sockets that only root
+// may use, and file descriptors sent over them (SCM_RIGHTS, unix(7)). The plugin calls the daemon over one, a new daemon
+// takes the listeners of pods from the old one, and proxies take them from the daemon.
 package unixsock
 
 import (
@@ -13,26 +14,26 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Listener is a socket at a path.
+// Listener is a unix socket that listens at a path. Close does not remove the path.
 type Listener struct {
 	net.Listener
 	path string
 	file os.FileInfo
 }
 
-// Replaced tells whether the path leads to another's socket by now.
+// Replaced tells whether another socket has been put at the path since Listen.
 func (l *Listener) Replaced() bool {
 	now, err := os.Stat(l.path)
 	return err == nil && !os.SameFile(now, l.file)
 }
 
-// Listen binds a socket at path, in place of one that another daemon left or has handed over. network is "unix", or
-// "unixpacket" for one that keeps messages apart.
+// Listen binds a socket at path with mode 0600. It makes missing directories, and replaces a socket that another daemon
+// left behind or has handed over. network is "unix", or "unixpacket" for a socket that preserves message boundaries.
 func Listen(network, path string) (*Listener, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return nil, err
 	}
-	fresh := path + ".new" // renamed into place, so that the path always leads to somebody
+	fresh := path + ".new" // renamed to path, so that there is a socket at path at every moment
 	if err := os.Remove(fresh); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
@@ -40,7 +41,7 @@ func Listen(network, path string) (*Listener, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.SetUnlinkOnClose(false) // by then it may be the next daemon's
+	l.SetUnlinkOnClose(false) // the path may be the next daemon's socket by then
 	if err := os.Chmod(fresh, 0o600); err != nil {
 		return nil, errors.Join(err, l.Close())
 	}
@@ -54,8 +55,8 @@ func Listen(network, path string) (*Listener, error) {
 	return &Listener{l, path, file}, nil
 }
 
-// RootOnly hangs up on peers that are neither root nor the daemon's own user. The mode of the socket says the same,
-// but a socket can be mounted into places where it should not be.
+// RootOnly closes connections of peers that are neither root nor the daemon's own user (SO_PEERCRED). The socket's mode
+// already excludes them, but a socket can be mounted into a container where it should not be.
 type RootOnly struct {
 	net.Listener
 	Log *slog.Logger
@@ -72,11 +73,13 @@ func (l RootOnly) Accept() (net.Conn, error) {
 		if err == nil && (cred.Uid == 0 || int(cred.Uid) == os.Geteuid()) {
 			return c, nil
 		}
-		l.Log.Warn("peer turned away", "socket", l.Addr().String(), "peer", fmt.Sprintf("%+v", cred), "err", err)
-		_ = c.Close() // nothing was said
+		l.Log.Warn("peer turned away: it is neither root nor the daemon's user",
+			"address", l.Addr().String(), "peer", fmt.Sprintf("%+v", cred), "err", err)
+		_ = c.Close() // nothing has been sent
 	}
 }
 
+// peer returns the credentials that the peer had when it connected.
 func peer(c *net.UnixConn) (cred *unix.Ucred, err error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -88,9 +91,11 @@ func peer(c *net.UnixConn) (cred *unix.Ucred, err error) {
 	return cred, errors.Join(cerr, err)
 }
 
-// Send writes a message with descriptors. The error of a file that is closed already is os.ErrClosed.
+// Send writes a message and descriptors of files, which stay open here. If one of the files is already closed, the error
+// is os.ErrClosed.
 func Send(c *net.UnixConn, message []byte, files []*os.File) error {
-	// Duplicates: while c is not ready to be written to, a file may be closed, and its number be that of another.
+	// Duplicates are sent: while the write blocks, another goroutine may close a file, and the kernel may give its number
+	// to another file.
 	var fds []int
 	defer func() {
 		for _, fd := range fds {
@@ -118,21 +123,22 @@ func duplicate(f *os.File) (fd int, err error) {
 		return 0, err
 	}
 	if cerr := raw.Control(func(from uintptr) { fd, err = unix.FcntlInt(from, unix.F_DUPFD_CLOEXEC, 0) }); cerr != nil {
-		return 0, os.ErrClosed // poll's own error for it is another
+		return 0, os.ErrClosed // Control fails for a closed file only, with internal/poll's own error
 	}
 	return fd, err
 }
 
-// MaxFiles is how many descriptors one Receive takes.
+// MaxFiles is the largest number of descriptors that one Receive accepts.
 const MaxFiles = 16
 
-// Receive reads what Send wrote, as far as it fits p. The kernel never hands out the descriptors of two messages with
-// one read.
+// Receive reads one message that Send wrote, into p, and its descriptors, which the caller must close. A message that is
+// longer than p, or has more than MaxFiles descriptors, is an error, and its descriptors are closed. The kernel never
+// delivers the descriptors of two messages with one read.
 func Receive(c *net.UnixConn, p []byte) (n int, files []*os.File, err error) {
 	oob := make([]byte, unix.CmsgSpace(MaxFiles*4))
 	n, oobn, flags, _, err := c.ReadMsgUnix(p, oob)
 	if err != nil {
-		return 0, nil, err // n is -1, which no reader may return
+		return 0, nil, err // n is -1, which an io.Reader may not return
 	}
 	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
 	if err != nil {
@@ -141,23 +147,24 @@ func Receive(c *net.UnixConn, p []byte) (n int, files []*os.File, err error) {
 	for _, m := range messages {
 		fds, err := unix.ParseUnixRights(&m)
 		if err != nil {
-			continue // credentials, or whatever else nobody asked for
+			continue // another control message, such as credentials
 		}
 		for _, fd := range fds {
-			_ = unix.SetNonblock(fd, true) // else Go would wait for it in a thread; the sender may have changed it
+			// Go would block a thread on a descriptor in blocking mode. The sender may have changed the mode.
+			_ = unix.SetNonblock(fd, true)
 			files = append(files, os.NewFile(uintptr(fd), "received"))
 		}
 	}
 	if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
 		Close(files)
-		return n, nil, fmt.Errorf("a message of more than %d bytes or %d descriptors", len(p), MaxFiles)
+		return n, nil, fmt.Errorf("received a message of more than %d bytes or %d descriptors", len(p), MaxFiles)
 	}
 	return n, files, nil
 }
 
-// Close closes descriptors that were received and are not wanted.
+// Close closes descriptors that were received and are not wanted. The sender's own descriptors stay open.
 func Close(files []*os.File) {
 	for _, f := range files {
-		_ = f.Close() // somebody else has them too
+		_ = f.Close()
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
+// pair returns the two ends of a SOCK_SEQPACKET socket pair.
 func pair(t *testing.T) (a, b *net.UnixConn) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
@@ -32,9 +33,9 @@ func pair(t *testing.T) (a, b *net.UnixConn) {
 	return conn(fds[0]), conn(fds[1])
 }
 
-// TestSendOfAFileThatIsClosedMeanwhile: while the other side does not read, a file may be closed, and its number be that
-// of another, which is nobody's business.
-func TestSendOfAFileThatIsClosedMeanwhile(t *testing.T) {
+// TestSendWhileTheFileIsClosed closes the file while Send is blocked, and opens another file with the same descriptor
+// number. The receiver must get the first file, not the second.
+func TestSendWhileTheFileIsClosed(t *testing.T) {
 	t.Parallel()
 	a, b := pair(t)
 	message := make([]byte, 1024)
@@ -48,28 +49,28 @@ func TestSendOfAFileThatIsClosedMeanwhile(t *testing.T) {
 	if err := a.SetWriteDeadline(time.Now().Add(20 * time.Second)); err != nil {
 		t.Fatal(err)
 	}
-	path := filepath.Join(t.TempDir(), "meant")
+	path := filepath.Join(t.TempDir(), "sent")
 	if err := os.WriteFile(path, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	meant, err := os.Open(path)
+	file, err := os.Open(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	number := int(meant.Fd())
-	want, err := meant.Stat()
+	number := int(file.Fd())
+	want, err := file.Stat()
 	if err != nil {
 		t.Fatal(err)
 	}
 	sent := make(chan error)
-	go func() { sent <- Send(a, message, []*os.File{meant}) }()
-	testbed.Eventually(t, "it has a descriptor of its own", func() bool { return descriptorsOf(t, path) == 2 })
-	_ = meant.Close()
-	secret, err := unix.FcntlInt(os.Stdin.Fd(), unix.F_DUPFD_CLOEXEC, number)
+	go func() { sent <- Send(a, message, []*os.File{file}) }()
+	testbed.Eventually(t, "Send has duplicated the descriptor", func() bool { return descriptorsOf(t, path) == 2 })
+	_ = file.Close()
+	other, err := unix.FcntlInt(os.Stdin.Fd(), unix.F_DUPFD_CLOEXEC, number)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer unix.Close(secret) //nolint:errcheck // a duplicate
+	defer unix.Close(other) //nolint:errcheck // a duplicate
 	for range full {
 		if _, _, err := Receive(b, message); err != nil {
 			t.Fatal(err)
@@ -84,11 +85,11 @@ func TestSendOfAFileThatIsClosedMeanwhile(t *testing.T) {
 	}
 	defer Close(files)
 	if got, err := files[0].Stat(); err != nil || !os.SameFile(got, want) {
-		t.Errorf("got another file: %v, %v", got, err)
+		t.Errorf("got another file than the one sent: %v, %v", got, err)
 	}
 }
 
-// descriptorsOf counts those of this process that are of the file at path.
+// descriptorsOf counts the descriptors of this process that refer to the file at path.
 func descriptorsOf(t *testing.T, path string) (n int) {
 	t.Helper()
 	entries, err := os.ReadDir("/proc/self/fd")
@@ -116,8 +117,8 @@ func TestSendOfAClosedFile(t *testing.T) {
 	}
 }
 
-// TestReceiveFails: as an io.Reader would.
-func TestReceiveFails(t *testing.T) {
+// TestReceiveError checks that a failed Receive returns 0 bytes, as an io.Reader must, and not the kernel's -1.
+func TestReceiveError(t *testing.T) {
 	t.Parallel()
 	a, _ := pair(t)
 	if err := a.SetReadDeadline(time.Unix(1, 0)); err != nil {
