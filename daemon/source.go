@@ -24,12 +24,12 @@ import (
 // everything is the source that captures whatever the plugin asks about; annotations are the runtime's.
 func everything(conf config.Config, proxies func() []netip.Addr) agent.Source {
 	return agent.Decide(func(a attach.Attachment, interfaces []string) (attach.Decision, error) {
-		return decide(conf, optin.Pod{Annotations: a.Annotations}, a, interfaces, proxies)
+		return decide(conf, optin.Facts{Annotations: a.Annotations}, a, interfaces, proxies)
 	})
 }
 
 // decide says what becomes of an attachment of pod, on a node with these proxies.
-func decide(conf config.Config, pod optin.Pod, a attach.Attachment, interfaces []string, proxies func() []netip.Addr) (attach.Decision, error) {
+func decide(conf config.Config, pod optin.Facts, a attach.Attachment, interfaces []string, proxies func() []netip.Addr) (attach.Decision, error) {
 	d, err := optin.Decide(conf, pod, interfaces)
 	if err != nil {
 		return d, err

@@ -99,7 +99,7 @@ func TestEnrolledAndReleasedLive(t *testing.T) {
 	pod := attach.Pod{Namespace: "ci", Name: "old-0", UID: "4c1d"}
 	const ip = "203.0.113.4" // by which no other test's pod is found
 	p.IP("addr", "add", ip+"/32", "dev", "eth0")
-	here := optin.Running{Pod: pod, IPs: []netip.Addr{netip.MustParseAddr(ip)}, Facts: optin.Pod{Labels: map[string]string{optin.Label: "true"}}}
+	here := optin.Running{Pod: pod, IPs: []netip.Addr{netip.MustParseAddr(ip)}, Facts: optin.Facts{Labels: map[string]string{optin.Label: "true"}}}
 	a := newAgentFor(t, w)
 
 	a.Reconsider(t.Context())
@@ -268,8 +268,8 @@ func TestPodsThatCannotBeCapturedAreTold(t *testing.T) {
 	w := newWishes()
 	labels := map[string]string{optin.Label: "true"}
 	w.set(capture,
-		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "host"}, HostNetwork: true, Facts: optin.Pod{Labels: labels}},
-		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "proxy"}, Facts: optin.Pod{Labels: labels, Upstream: true}},
+		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "host"}, HostNetwork: true, Facts: optin.Facts{Labels: labels}},
+		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "proxy"}, Facts: optin.Facts{Labels: labels, Upstream: true}},
 		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "plain"}, HostNetwork: true},
 	)
 	a := newAgentFor(t, w)

@@ -1,5 +1,6 @@
-// Package kube is what the API server says about one node: its pods, their namespaces, the upstream among them, and
-// whether the node takes pods. It watches; it asks only for what the watches have not shown yet.
+// Package kube is the API server's view of one node: the node's pods, their namespaces, the pods of the upstream, and
+// the node's taint. It keeps the view by watches, and sends a request of its own only for a pod that they have not
+// shown yet.
 package kube
 
 import (
@@ -30,10 +31,11 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// patience bounds one question to the API server. The plugin's own patience is longer (attach.Timeout).
-const patience = 3 * time.Second
+// apiTimeout bounds one lookup or patch at the API server. It is shorter than the time that the plugin waits for the
+// daemon's answer (attach.Timeout).
+const apiTimeout = 3 * time.Second
 
-// Node is one node's view.
+// Node is the view of one node.
 type Node struct {
 	name      string
 	client    kubernetes.Interface
@@ -45,33 +47,33 @@ type Node struct {
 
 	pods       listers.PodLister
 	namespaces listers.NamespaceLister
-	services   listers.ServiceLister // the upstream's alone
-	nodes      listers.NodeLister    // this one alone
+	services   listers.ServiceLister // the upstream's service only; nil unless the configuration names one
+	nodes      listers.NodeLister    // this node only
 
 	broadcaster record.EventBroadcaster
 	events      record.EventRecorder
 }
 
-// New makes the view of a node. It knows nothing until Run.
+// New makes the view of the node with that name. It is empty until Run.
 func New(client kubernetes.Interface, node string, up config.Upstream, log *slog.Logger) (*Node, error) {
 	n := &Node{name: node, client: client, upstream: up, log: log, changed: make(chan struct{}, 1)}
-	// Of the node itself nobody is told, and nobody waits for it: capture does not need it.
+	// The node object is not part of Synced and Changed: decisions do not depend on it.
 	n.nodes = n.watch(metav1.NamespaceAll, "metadata.name", node).Nodes().Lister()
 	pods := n.watch(metav1.NamespaceAll, "spec.nodeName", node).Pods()
 	namespaces := n.watch(metav1.NamespaceAll, "", "").Namespaces()
 	n.pods, n.namespaces = pods.Lister(), namespaces.Lister()
-	all := []cache.SharedIndexInformer{pods.Informer(), namespaces.Informer()}
+	informed := []cache.SharedIndexInformer{pods.Informer(), namespaces.Informer()}
 	if up.Service.Name != "" {
 		services := n.watch(up.Service.Namespace, "metadata.name", up.Service.Name).Services()
 		n.services = services.Lister()
-		all = append(all, services.Informer())
+		informed = append(informed, services.Informer())
 	}
-	for _, i := range all {
+	for _, i := range informed {
 		n.synced = append(n.synced, i.HasSynced)
 		if _, err := i.AddEventHandler(cache.ResourceEventHandlerFuncs{
-			AddFunc:    func(any) { n.note() },
-			UpdateFunc: func(any, any) { n.note() },
-			DeleteFunc: func(any) { n.note() },
+			AddFunc:    func(any) { n.notifyChanged() },
+			UpdateFunc: func(any, any) { n.notifyChanged() },
+			DeleteFunc: func(any) { n.notifyChanged() },
 		}); err != nil {
 			return nil, fmt.Errorf("watching the API server: %w", err)
 		}
@@ -81,7 +83,8 @@ func New(client kubernetes.Interface, node string, up config.Upstream, log *slog
 	return n, nil
 }
 
-// watch makes a factory of its own for each list: what chooses the objects of one fits no other.
+// watch makes an informer factory for the objects in namespace whose field has the value; an empty field matches all.
+// Each kind of object has its own factory, because a factory applies one field selector to everything.
 func (n *Node) watch(namespace, field, value string) core.Interface {
 	options := []informers.SharedInformerOption{informers.WithNamespace(namespace), informers.WithTransform(strip)}
 	if field != "" {
@@ -89,12 +92,12 @@ func (n *Node) watch(namespace, field, value string) core.Interface {
 			o.FieldSelector = fields.OneTermEqualSelector(field, value).String()
 		}))
 	}
-	f := informers.NewSharedInformerFactoryWithOptions(n.client, 0, options...)
+	f := informers.NewSharedInformerFactoryWithOptions(n.client, 0, options...) // 0: no resync
 	n.factories = append(n.factories, f)
 	return f.Core().V1()
 }
 
-// strip drops what nobody here reads, and what may be large.
+// strip saves memory: it keeps only the identity and the taints of a node, and drops managedFields of other objects.
 func strip(o any) (any, error) {
 	if node, ok := o.(*corev1.Node); ok {
 		return &corev1.Node{
@@ -108,24 +111,25 @@ func strip(o any) (any, error) {
 	return o, nil
 }
 
-// note tells who listens on Changed; several changes may be one.
-func (n *Node) note() {
+// notifyChanged makes Changed receive. Changes before the next receive become one.
+func (n *Node) notifyChanged() {
 	select {
 	case n.changed <- struct{}{}:
 	default:
 	}
 }
 
-// Run watches until ctx ends.
+// Run keeps the view up to date, and sends events, until ctx ends. It always returns nil.
 func (n *Node) Run(ctx context.Context) error {
-	n.broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: n.client.CoreV1().Events(metav1.NamespaceAll)})
+	events := n.client.CoreV1().Events(metav1.NamespaceAll)
+	n.broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: events})
 	defer n.broadcaster.Shutdown()
 	for _, f := range n.factories {
 		f.Start(ctx.Done())
 	}
 	if cache.WaitForCacheSync(ctx.Done(), n.synced...) {
-		n.log.Info("the API server's view of this node is here", "node", n.name, "pods", len(n.all()))
-		n.note()
+		n.log.Info("the API server has listed the pods of this node", "node", n.name, "pods", len(n.scheduled()))
+		n.notifyChanged()
 	}
 	<-ctx.Done()
 	for _, f := range n.factories {
@@ -134,7 +138,7 @@ func (n *Node) Run(ctx context.Context) error {
 	return nil
 }
 
-// Synced tells whether everything that is watched has been seen once.
+// Synced tells whether every watch, except that of the node itself, has shown its first list.
 func (n *Node) Synced() bool {
 	for _, synced := range n.synced {
 		if !synced() {
@@ -144,94 +148,103 @@ func (n *Node) Synced() bool {
 	return true
 }
 
-// Ready reports that something has not been seen yet.
+// Ready returns an error, for the user, until the view is complete.
 func (n *Node) Ready() error {
 	if !n.Synced() {
-		return errors.New("the API server has not shown this node's pods yet")
+		return errors.New("waiting for the API server to list the pods of this node")
 	}
 	return nil
 }
 
-// Changed receives after something changed.
+// Changed receives after pods, namespaces or the upstream's service have changed.
 func (n *Node) Changed() <-chan struct{} { return n.changed }
 
-// Cached is what the watches have shown of a pod.
-func (n *Node) Cached(who attach.Pod) (optin.Pod, error) {
-	p, err := n.pods.Pods(who.Namespace).Get(who.Name)
-	if err != nil || !is(p, who.UID) {
-		return optin.Pod{}, fmt.Errorf("%w: %s is not among the pods of node %s", optin.ErrUnknown, who, n.name)
+// Cached returns the facts of a pod as the watches have shown them. The error is optin.ErrUnknown if they have not
+// shown the pod or its namespace yet.
+func (n *Node) Cached(pod attach.Pod) (optin.Facts, error) {
+	p, err := n.pods.Pods(pod.Namespace).Get(pod.Name)
+	if err != nil || !hasUID(p, pod.UID) {
+		return optin.Facts{}, fmt.Errorf("%w: the API server has not listed pod %s on node %s",
+			optin.ErrUnknown, pod, n.name)
 	}
-	ns, err := n.namespaces.Get(who.Namespace)
+	ns, err := n.namespaces.Get(pod.Namespace)
 	if err != nil {
-		return optin.Pod{}, fmt.Errorf("%w: namespace %s has not been seen", optin.ErrUnknown, who.Namespace)
+		return optin.Facts{}, fmt.Errorf("%w: the API server has not listed namespace %s",
+			optin.ErrUnknown, pod.Namespace)
 	}
 	return n.facts(p, ns)
 }
 
-// Pod is what is known of a pod; the API server is asked for what the watches have not shown yet.
-func (n *Node) Pod(ctx context.Context, who attach.Pod) (optin.Pod, error) {
-	if facts, err := n.Cached(who); err == nil {
+// Pod returns the facts of a pod. If the watches have not shown them yet it gets the pod and its namespace from the API
+// server, within apiTimeout: a new pod's sandbox can be ready before the watch shows the pod. The error is
+// optin.ErrUnknown if that fails too.
+func (n *Node) Pod(ctx context.Context, pod attach.Pod) (optin.Facts, error) {
+	if facts, err := n.Cached(pod); err == nil {
 		return facts, nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
-	p, err := n.client.CoreV1().Pods(who.Namespace).Get(ctx, who.Name, metav1.GetOptions{})
+	p, err := n.client.CoreV1().Pods(pod.Namespace).Get(ctx, pod.Name, metav1.GetOptions{})
 	if err != nil {
-		return optin.Pod{}, fmt.Errorf("%w: asking for pod %s: %w", optin.ErrUnknown, who, err)
+		return optin.Facts{}, fmt.Errorf("%w: getting pod %s: %w", optin.ErrUnknown, pod, err)
 	}
-	if !is(p, who.UID) {
-		return optin.Pod{}, fmt.Errorf("%w: pod %s has the UID %s by now, not %s", optin.ErrUnknown, who, p.UID, who.UID)
+	if !hasUID(p, pod.UID) {
+		return optin.Facts{}, fmt.Errorf("%w: pod %s has been replaced: its UID is %s, not %s",
+			optin.ErrUnknown, pod, p.UID, pod.UID)
 	}
-	ns, err := n.namespaces.Get(who.Namespace)
+	ns, err := n.namespaces.Get(pod.Namespace)
 	if err != nil {
-		if ns, err = n.client.CoreV1().Namespaces().Get(ctx, who.Namespace, metav1.GetOptions{}); err != nil {
-			return optin.Pod{}, fmt.Errorf("%w: asking for namespace %s: %w", optin.ErrUnknown, who.Namespace, err)
+		if ns, err = n.client.CoreV1().Namespaces().Get(ctx, pod.Namespace, metav1.GetOptions{}); err != nil {
+			return optin.Facts{}, fmt.Errorf("%w: getting namespace %s: %w", optin.ErrUnknown, pod.Namespace, err)
 		}
 	}
 	return n.facts(p, ns)
 }
 
-// is tells whether p is the pod with that UID. Of a static pod, kubelet tells the plugin the UID that it made
-// itself; the mirror pod has another, and that one in an annotation.
-func is(p *corev1.Pod, uid string) bool {
+// hasUID tells whether p is the pod with that UID; an empty UID matches any pod, because not every runtime tells it.
+// For a static pod kubelet gives the plugin a UID of its own making. The mirror pod at the API server has another UID,
+// and kubelet's in an annotation.
+func hasUID(p *corev1.Pod, uid string) bool {
 	return uid == "" || string(p.UID) == uid || p.Annotations[corev1.MirrorPodAnnotationKey] == uid
 }
 
-func (n *Node) facts(p *corev1.Pod, ns *corev1.Namespace) (f optin.Pod, err error) {
-	f = optin.Pod{Labels: p.Labels, NamespaceLabels: ns.Labels, Annotations: p.Annotations}
-	if optin.Wanted(f) { // of the others it does not matter
+func (n *Node) facts(p *corev1.Pod, ns *corev1.Namespace) (f optin.Facts, err error) {
+	f = optin.Facts{Labels: p.Labels, NamespaceLabels: ns.Labels, Annotations: p.Annotations}
+	if optin.Wanted(f) { // other pods are not captured anyway, and must not depend on the upstream's service
 		f.Upstream, err = n.runsUpstream(p)
 	}
 	return f, err
 }
 
-// Labels are those of a pod, as far as the watches have shown it.
-func (n *Node) Labels(who attach.Pod) map[string]string {
-	facts, err := n.Cached(who)
+// Labels returns the labels of a pod, or nil if the watches have not shown it.
+func (n *Node) Labels(pod attach.Pod) map[string]string {
+	facts, err := n.Cached(pod)
 	if err != nil {
 		return nil
 	}
 	return facts.Labels
 }
 
-// Running lists the pods that run on this node.
+// Running lists the pods that run on this node. A pod whose facts are not known yet is left out until a later change.
 func (n *Node) Running() []optin.Running {
 	var running []optin.Running
-	for _, p := range n.all() {
+	for _, p := range n.scheduled() {
 		if p.Status.Phase != corev1.PodRunning || p.DeletionTimestamp != nil {
 			continue
 		}
-		r := optin.Running{Pod: attach.Pod{Namespace: p.Namespace, Name: p.Name, UID: string(p.UID)}, HostNetwork: p.Spec.HostNetwork}
-		var err error
-		if r.Facts, err = n.Cached(r.Pod); err != nil {
-			continue // its namespace will be seen
+		pod := attach.Pod{Namespace: p.Namespace, Name: p.Name, UID: string(p.UID)}
+		facts, err := n.Cached(pod)
+		if err != nil {
+			continue
 		}
-		r.IPs = addresses(p)
-		running = append(running, r)
+		running = append(running, optin.Running{
+			Pod: pod, IPs: addresses(p), HostNetwork: p.Spec.HostNetwork, Facts: facts,
+		})
 	}
 	return running
 }
 
+// addresses are the IP addresses of a pod.
 func addresses(p *corev1.Pod) []netip.Addr {
 	var all []netip.Addr
 	for _, ip := range p.Status.PodIPs {
@@ -242,21 +255,23 @@ func addresses(p *corev1.Pod) []netip.Addr {
 	return all
 }
 
-// all is every pod that was scheduled to this node.
-func (n *Node) all() []*corev1.Pod {
+// scheduled lists all pods that were scheduled to this node, in any phase.
+func (n *Node) scheduled() []*corev1.Pod {
 	pods, _ := n.pods.List(labels.Everything()) // a list from the cache cannot fail
 	return pods
 }
 
-// Report makes an event on the pod.
-func (n *Node) Report(who attach.Pod, warning bool, reason, message string) {
-	if who.Name == "" {
+// Report makes an event on the pod, a warning or a normal one. It does nothing for a pod without a name.
+func (n *Node) Report(pod attach.Pod, warning bool, reason, message string) {
+	if pod.Name == "" {
 		return
 	}
 	kind := corev1.EventTypeNormal
 	if warning {
 		kind = corev1.EventTypeWarning
 	}
-	ref := &corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Namespace: who.Namespace, Name: who.Name, UID: types.UID(who.UID)}
+	ref := &corev1.ObjectReference{
+		APIVersion: "v1", Kind: "Pod", Namespace: pod.Namespace, Name: pod.Name, UID: types.UID(pod.UID),
+	}
 	n.events.Event(ref, kind, reason, message)
 }

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -23,6 +24,7 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
+// pod is a running, ready pod on the node "here", after change.
 func pod(namespace, name string, change func(*corev1.Pod)) *corev1.Pod {
 	p := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, UID: types.UID("uid-" + name)},
@@ -42,8 +44,8 @@ func namespace(name string, labels map[string]string) *corev1.Namespace {
 	return &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}}
 }
 
-// newNode is the view of the node "here", in sync. The fake API server does not select by field; the tests of the
-// whole have a real one.
+// newNode is the synced view of the node "here". The fake API server ignores field selectors; the end-to-end tests have
+// a real one.
 func newNode(t *testing.T, up config.Upstream, objects ...runtime.Object) (*Node, *fake.Clientset) {
 	t.Helper()
 	client := fake.NewClientset(objects...)
@@ -61,7 +63,8 @@ func newNode(t *testing.T, up config.Upstream, objects ...runtime.Object) (*Node
 		}
 	})
 	testbed.Eventually(t, "the caches are in sync", n.Synced)
-	for _, f := range n.factories { // the one that nobody else waits for too: reactors may only come when all have listed
+	// Synced leaves out the node's informer. Tests may only add reactors when all informers have listed.
+	for _, f := range n.factories {
 		f.WaitForCacheSync(ctx.Done())
 	}
 	return n, client
@@ -69,80 +72,82 @@ func newNode(t *testing.T, up config.Upstream, objects ...runtime.Object) (*Node
 
 var address = config.Upstream{Address: "127.0.0.1:18080"}
 
-func TestPodIsKnown(t *testing.T) {
+func TestPodFromTheCache(t *testing.T) {
 	t.Parallel()
 	n, client := newNode(t, address,
 		namespace("ci", map[string]string{"team": "a"}),
 		pod("ci", "web-0", func(p *corev1.Pod) { p.Labels = map[string]string{optin.Label: "true"} }),
-		pod("ci", "static", func(p *corev1.Pod) { p.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: "hash"} }),
+		pod("ci", "static", func(p *corev1.Pod) {
+			p.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: "hash"}
+		}),
 	)
 	client.PrependReactor("get", "*", func(k8stesting.Action) (bool, runtime.Object, error) {
-		return true, nil, errors.New("it was asked")
+		return true, nil, errors.New("unexpected request")
 	})
 	for _, tc := range []struct {
-		who  attach.Pod
+		pod  attach.Pod
 		want error
 	}{
 		{attach.Pod{Namespace: "ci", Name: "web-0", UID: "uid-web-0"}, nil},
-		{attach.Pod{Namespace: "ci", Name: "web-0"}, nil}, // not every runtime tells the UID
+		{attach.Pod{Namespace: "ci", Name: "web-0"}, nil}, // not every runtime passes the UID
 		{attach.Pod{Namespace: "ci", Name: "static", UID: "hash"}, nil},
-		{attach.Pod{Namespace: "ci", Name: "web-0", UID: "of its successor"}, optin.ErrUnknown},
+		{attach.Pod{Namespace: "ci", Name: "web-0", UID: "uid-of-its-successor"}, optin.ErrUnknown},
 		{attach.Pod{Namespace: "ci", Name: "web-1", UID: "uid-web-1"}, optin.ErrUnknown},
 	} {
-		got, err := n.Cached(tc.who)
+		got, err := n.Cached(tc.pod)
 		if !errors.Is(err, tc.want) {
-			t.Errorf("Cached(%+v): got %v, want %v", tc.who, err, tc.want)
+			t.Errorf("Cached(%+v): got %v, want %v", tc.pod, err, tc.want)
 		}
-		if _, err := n.Pod(t.Context(), tc.who); !errors.Is(err, tc.want) {
-			t.Errorf("Pod(%+v): got %v, want %v", tc.who, err, tc.want)
+		if _, err := n.Pod(t.Context(), tc.pod); !errors.Is(err, tc.want) {
+			t.Errorf("Pod(%+v): got %v, want %v", tc.pod, err, tc.want)
 		}
 		if err == nil && got.NamespaceLabels["team"] != "a" {
-			t.Errorf("Cached(%+v): got %+v, want the labels of the namespace", tc.who, got)
+			t.Errorf("Cached(%+v): got %+v, want the labels of the namespace", tc.pod, got)
 		}
 	}
 }
 
-// TestPodIsAskedForWhenTheWatchIsBehind: a sandbox can be quicker than the watch.
-func TestPodIsAskedForWhenTheWatchIsBehind(t *testing.T) {
+// TestPodFromTheAPIServer: a sandbox can be ready before the watch shows its pod.
+func TestPodFromTheAPIServer(t *testing.T) {
 	t.Parallel()
 	n, client := newNode(t, address)
 	client.PrependReactor("get", "pods", func(k8stesting.Action) (bool, runtime.Object, error) {
-		return true, pod("ci", "new-0", func(p *corev1.Pod) { p.Labels = map[string]string{optin.Label: "true"} }), nil
+		return true, pod("ci", "new-0", wanted), nil
 	})
 	client.PrependReactor("get", "namespaces", func(k8stesting.Action) (bool, runtime.Object, error) {
 		return true, namespace("ci", map[string]string{"team": "a"}), nil
 	})
-	who := attach.Pod{Namespace: "ci", Name: "new-0", UID: "uid-new-0"}
-	if _, err := n.Cached(who); !errors.Is(err, optin.ErrUnknown) {
-		t.Errorf("Cached: got %v, want it unknown", err)
+	newPod := attach.Pod{Namespace: "ci", Name: "new-0", UID: "uid-new-0"}
+	if _, err := n.Cached(newPod); !errors.Is(err, optin.ErrUnknown) {
+		t.Errorf("Cached: got %v, want optin.ErrUnknown", err)
 	}
-	got, err := n.Pod(t.Context(), who)
+	got, err := n.Pod(t.Context(), newPod)
 	if err != nil || got.Labels[optin.Label] != "true" || got.NamespaceLabels["team"] != "a" {
 		t.Errorf("Pod: got %+v, %v", got, err)
 	}
-	who.UID = "uid-of-its-successor"
-	if _, err := n.Pod(t.Context(), who); !errors.Is(err, optin.ErrUnknown) {
-		t.Errorf("another UID: got %v, want it unknown", err)
+	newPod.UID = "uid-of-its-successor"
+	if _, err := n.Pod(t.Context(), newPod); !errors.Is(err, optin.ErrUnknown) {
+		t.Errorf("another UID: got %v, want optin.ErrUnknown", err)
 	}
 }
 
-func TestChangesAreTold(t *testing.T) {
+func TestChanged(t *testing.T) {
 	t.Parallel()
 	n, client := newNode(t, address, namespace("ci", nil), pod("ci", "web-0", nil))
-	seen := func(what string, change func() error, holds func(optin.Pod) bool) {
+	seen := func(what string, change func() error, arrived func(optin.Facts) bool) {
 		t.Helper()
 		if err := change(); err != nil {
 			t.Fatal(err)
 		}
 		deadline := time.After(20 * time.Second)
 		for {
-			if got, err := n.Cached(attach.Pod{Namespace: "ci", Name: "web-0"}); err == nil && holds(got) {
+			if got, err := n.Cached(attach.Pod{Namespace: "ci", Name: "web-0"}); err == nil && arrived(got) {
 				return
 			}
 			select {
 			case <-n.Changed():
 			case <-deadline:
-				t.Fatalf("%s: nobody told", what)
+				t.Fatalf("%s: Changed has not received it", what)
 			}
 		}
 	}
@@ -151,16 +156,18 @@ func TestChangesAreTold(t *testing.T) {
 			p.Labels = map[string]string{optin.Label: "true"}
 		}), metav1.UpdateOptions{})
 		return err
-	}, func(p optin.Pod) bool { return p.Labels[optin.Label] == "true" })
+	}, func(p optin.Facts) bool { return p.Labels[optin.Label] == "true" })
 	seen("a label on the namespace", func() error {
-		_, err := client.CoreV1().Namespaces().Update(t.Context(), namespace("ci", map[string]string{optin.Label: "true"}), metav1.UpdateOptions{})
+		labelled := namespace("ci", map[string]string{optin.Label: "true"})
+		_, err := client.CoreV1().Namespaces().Update(t.Context(), labelled, metav1.UpdateOptions{})
 		return err
-	}, func(p optin.Pod) bool { return p.NamespaceLabels[optin.Label] == "true" })
+	}, func(p optin.Facts) bool { return p.NamespaceLabels[optin.Label] == "true" })
 }
 
+// wanted makes p a pod that opts in, with a label of its own to select it.
 func wanted(p *corev1.Pod) { p.Labels = map[string]string{optin.Label: "true", "app": "proxy"} }
 
-func TestUpstreamsOwnPods(t *testing.T) {
+func TestPodsOfTheUpstream(t *testing.T) {
 	t.Parallel()
 	service := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "ci", Name: "proxy"},
@@ -169,31 +176,54 @@ func TestUpstreamsOwnPods(t *testing.T) {
 			Ports:    []corev1.ServicePort{{Port: 80, TargetPort: intstr.FromString("web")}},
 		},
 	}
-	byPods := config.Upstream{Pods: config.Selector{Namespace: "ci", Labels: map[string]string{"app": "proxy"}}, Port: 8080}
+	byPods := byLabels(8080)
 	byService := config.Upstream{Service: config.Name{Namespace: "ci", Name: "proxy"}, Port: 80}
 	webPort := func(p *corev1.Pod) {
-		p.Spec.Containers = []corev1.Container{{Ports: []corev1.ContainerPort{{Name: "web", ContainerPort: 8081, HostPort: 18080}}}}
+		p.Spec.Containers = []corev1.Container{{
+			Ports: []corev1.ContainerPort{{Name: "web", ContainerPort: 8081, HostPort: 18080}},
+		}}
 	}
+	wantedWebPort := func(p *corev1.Pod) { wanted(p); webPort(p) }
+	notReady := func(p *corev1.Pod) { wanted(p); p.Status.Conditions = nil }
+	otherLabels := func(p *corev1.Pod) { p.Labels = nil }
+	byOtherPort := config.Upstream{Service: byService.Service, Port: 81}
 	for _, tc := range []struct {
 		name     string
 		up       config.Upstream
 		pod      *corev1.Pod
 		upstream bool
-		locate   string // "" for an error
+		located  string // "" if locating fails with an error that contains message
+		message  string
 	}{
-		{"by labels", byPods, pod("ci", "p", wanted), true, "10.0.0.5:8080"},
-		{"by labels, not ready", byPods, pod("ci", "p", func(p *corev1.Pod) { wanted(p); p.Status.Conditions = nil }), true, ""},
-		{"by labels, going", byPods, pod("ci", "p", func(p *corev1.Pod) {
+		{"by labels", byPods, pod("ci", "p", wanted), true, "10.0.0.5:8080", ""},
+		{
+			"by labels, not ready", byPods, pod("ci", "p", notReady), true, "",
+			"no ready pod on here matches app=proxy in namespace ci",
+		},
+		{"by labels, being deleted", byPods, pod("ci", "p", func(p *corev1.Pod) {
 			wanted(p)
 			p.DeletionTimestamp, p.Finalizers = &metav1.Time{Time: time.Unix(1, 0)}, []string{"x"}
-		}), true, ""},
-		{"by labels, of another namespace", byPods, pod("other", "p", wanted), false, ""},
-		{"by service", byService, pod("ci", "p", func(p *corev1.Pod) { wanted(p); webPort(p) }), true, "10.0.0.5:8081"},
-		{"by service, without its port", byService, pod("ci", "p", wanted), true, ""},
-		{"by service, another port", config.Upstream{Service: byService.Service, Port: 81}, pod("ci", "p", func(p *corev1.Pod) { p.Labels = nil }), false, ""},
-		{"by address, of the node's port", address, pod("ci", "p", func(p *corev1.Pod) { wanted(p); webPort(p) }), true, "127.0.0.1:18080"},
-		{"by address, of the pod", config.Upstream{Address: "10.0.0.5:8080"}, pod("ci", "p", wanted), true, "10.0.0.5:8080"},
-		{"by address, of another", address, pod("ci", "p", wanted), false, "127.0.0.1:18080"},
+		}), true, "", "no ready pod"},
+		{"by labels, in another namespace", byPods, pod("other", "p", wanted), false, "", "no ready pod"},
+		{"by service", byService, pod("ci", "p", wantedWebPort), true, "10.0.0.5:8081", ""},
+		{
+			"by service, pod not ready", byService, pod("ci", "p", notReady), true, "",
+			"no ready pod on here matches app=proxy in namespace ci (the selector of service ci/proxy)",
+		},
+		{
+			"by service, pod without its port", byService, pod("ci", "p", wanted), true, "",
+			"pod ci/p has no container port named web",
+		},
+		{
+			"by service, another port", byOtherPort, pod("ci", "p", otherLabels), false, "",
+			"service ci/proxy, port 81: the service has no such TCP port",
+		},
+		{"by address, a hostPort", address, pod("ci", "p", wantedWebPort), true, "127.0.0.1:18080", ""},
+		{
+			"by address, the pod's", config.Upstream{Address: "10.0.0.5:8080"}, pod("ci", "p", wanted), true,
+			"10.0.0.5:8080", "",
+		},
+		{"by address, another", address, pod("ci", "p", wanted), false, "127.0.0.1:18080", ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -202,9 +232,12 @@ func TestUpstreamsOwnPods(t *testing.T) {
 			if err != nil || got.Upstream != tc.upstream {
 				t.Errorf("Cached: got upstream %t, %v; want %t", got.Upstream, err, tc.upstream)
 			}
-			where, err := n.Locate()
-			if where != tc.locate || (err == nil) != (tc.locate != "") {
-				t.Errorf("Locate: got %q, %v; want %q", where, err, tc.locate)
+			located, err := n.Locate()
+			if located != tc.located || (err == nil) != (tc.located != "") {
+				t.Errorf("Locate: got %q, %v; want %q", located, err, tc.located)
+			}
+			if err != nil && !strings.Contains(err.Error(), tc.message) {
+				t.Errorf("Locate: got the error %q, want %q in it", err, tc.message)
 			}
 			var proxies []netip.Addr
 			if tc.upstream {
@@ -217,8 +250,14 @@ func TestUpstreamsOwnPods(t *testing.T) {
 	}
 }
 
-// TestYoungestReadyPodIsTheUpstream: while one replaces the other, both are ready.
-func TestYoungestReadyPodIsTheUpstream(t *testing.T) {
+// byLabels is an upstream in namespace ci that is found by a label which the function wanted sets.
+func byLabels(port uint16) config.Upstream {
+	proxy := map[string]string{"app": "proxy"}
+	return config.Upstream{Pods: config.Selector{Namespace: "ci", Labels: proxy}, Port: port}
+}
+
+// TestLocateYoungestReadyPod: during a rollout, two pods of the upstream are ready.
+func TestLocateYoungestReadyPod(t *testing.T) {
 	t.Parallel()
 	at := func(second int64, ip string) func(*corev1.Pod) {
 		return func(p *corev1.Pod) {
@@ -226,15 +265,15 @@ func TestYoungestReadyPodIsTheUpstream(t *testing.T) {
 			p.CreationTimestamp, p.Status.PodIP = metav1.Unix(second, 0), ip
 		}
 	}
-	n, _ := newNode(t, config.Upstream{Pods: config.Selector{Namespace: "ci", Labels: map[string]string{"app": "proxy"}}, Port: 80},
-		namespace("ci", nil), pod("ci", "old", at(1, "10.0.0.1")), pod("ci", "young", at(3, "fd00::3")), pod("ci", "mid", at(2, "10.0.0.2")))
+	n, _ := newNode(t, byLabels(80), namespace("ci", nil),
+		pod("ci", "old", at(1, "10.0.0.1")), pod("ci", "young", at(3, "fd00::3")), pod("ci", "mid", at(2, "10.0.0.2")))
 	if got, err := n.Locate(); err != nil || got != "[fd00::3]:80" {
 		t.Errorf("Locate: got %q, %v; want the youngest", got, err)
 	}
 }
 
-// TestServiceThatIsNotThere: what nobody wants captured is decided all the same.
-func TestServiceThatIsNotThere(t *testing.T) {
+// TestUpstreamServiceMissing: the facts of pods that did not opt in are known all the same.
+func TestUpstreamServiceMissing(t *testing.T) {
 	t.Parallel()
 	n, _ := newNode(t, config.Upstream{Service: config.Name{Namespace: "ci", Name: "proxy"}, Port: 80},
 		namespace("ci", nil), pod("ci", "labelled", wanted), pod("ci", "plain", nil))
@@ -242,7 +281,7 @@ func TestServiceThatIsNotThere(t *testing.T) {
 		t.Errorf("without the label: %v", err)
 	}
 	if _, err := n.Cached(attach.Pod{Namespace: "ci", Name: "labelled"}); !errors.Is(err, optin.ErrUnknown) {
-		t.Errorf("with the label: got %v, want it unknown", err)
+		t.Errorf("with the label: got %v, want optin.ErrUnknown", err)
 	}
 }
 
@@ -258,7 +297,8 @@ func TestRunning(t *testing.T) {
 	for _, r := range n.Running() {
 		got[r.Pod.Name] = r
 	}
-	if len(got) != 2 || !got["host"].HostNetwork || got["runs"].HostNetwork || len(got["runs"].IPs) != 2 || !optin.Wanted(got["runs"].Facts) {
+	host, runs := got["host"], got["runs"]
+	if len(got) != 2 || !host.HostNetwork || runs.HostNetwork || len(runs.IPs) != 2 || !optin.Wanted(runs.Facts) {
 		t.Errorf("Running: got %+v", got)
 	}
 }
@@ -266,14 +306,19 @@ func TestRunning(t *testing.T) {
 func TestReport(t *testing.T) {
 	t.Parallel()
 	n, client := newNode(t, address)
-	n.Report(attach.Pod{Namespace: "ci", Name: "web-0", UID: "u"}, true, "SluiceRefused", "annotation sluice.dev/quic: bad")
-	n.Report(attach.Pod{}, true, "SluiceRefused", "of no pod")
+	web := attach.Pod{Namespace: "ci", Name: "web-0", UID: "u"}
+	n.Report(web, true, "SluiceRefused", "annotation sluice.dev/quic: bad")
+	n.Report(attach.Pod{}, true, "SluiceRefused", "a pod without a name")
 	testbed.Eventually(t, "the event is there", func() bool {
 		events, err := client.CoreV1().Events("ci").List(t.Context(), metav1.ListOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		return len(events.Items) == 1 && events.Items[0].Reason == "SluiceRefused" && events.Items[0].InvolvedObject.UID == "u" &&
-			events.Items[0].Type == corev1.EventTypeWarning && events.Items[0].Source.Component == "sluiced"
+		if len(events.Items) != 1 {
+			return false
+		}
+		e := events.Items[0]
+		return e.Reason == "SluiceRefused" && e.InvolvedObject.UID == "u" &&
+			e.Type == corev1.EventTypeWarning && e.Source.Component == "sluiced"
 	})
 }

@@ -12,36 +12,36 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// Taint is the key of the taint that keeps pods off a node which is not ready for them.
+// Taint is the key of the taint that keeps new pods off a node on which sluice is not ready.
 const Taint = "sluice.dev/not-ready"
 
 const (
-	// taintInterval is how often the taint is compared with what it is to be. That asks nobody.
+	// taintInterval is the time between two checks of the taint. A check reads the informer's cache, not the API
+	// server.
 	taintInterval = time.Second
-	// maxTaintPause is how long an API server that goes on refusing is left alone.
-	maxTaintPause = 30 * time.Second
+	// maxTaintInterval bounds the time between two attempts while the API server refuses the change.
+	maxTaintInterval = 30 * time.Second
 )
 
-// KeepTaint takes the taint off this node when status is ready, and puts it back when the upstream has been late for as
-// long as after, unless that is 0. It ends with ctx.
+// KeepTaint removes the taint from this node when status is ready, and adds it again when the upstream has been late
+// for after; 0: it never adds it. It runs until ctx ends, and always returns nil.
 func (n *Node) KeepTaint(ctx context.Context, after time.Duration, status func() attach.Status) error {
-	pause, said := taintInterval, ""
+	interval, logged := taintInterval, ""
 	for {
 		switch err := n.keepTaint(ctx, after, status(), time.Now()); {
-		case err == nil, apierrors.IsConflict(err): // the watch is about to show what somebody else has changed
-			pause, said = taintInterval, ""
+		case err == nil, apierrors.IsConflict(err): // a conflict: the watch is about to show another client's change
+			interval, logged = taintInterval, ""
 		case ctx.Err() == nil:
-			if err.Error() != said {
-				n.log.Error("the node's taint stays as it is for now", "err", err)
+			if err.Error() != logged {
+				n.log.Error("the node's taint cannot be changed", "node", n.name, "err", err)
 			}
-			pause, said = min(2*pause, maxTaintPause), err.Error()
+			interval, logged = min(2*interval, maxTaintInterval), err.Error()
 		}
-		select {
-		case <-time.After(pause):
-		case <-ctx.Done():
+		if pause.For(ctx, interval) != nil {
 			return nil
 		}
 	}
@@ -50,7 +50,7 @@ func (n *Node) KeepTaint(ctx context.Context, after time.Duration, status func()
 func (n *Node) keepTaint(ctx context.Context, after time.Duration, s attach.Status, now time.Time) error {
 	node, err := n.nodes.Get(n.name)
 	if err != nil {
-		return nil //nolint:nilerr // the watch has not shown it yet
+		return nil //nolint:nilerr // the watch has not shown the node yet
 	}
 	ours := func(t corev1.Taint) bool { return t.Key == Taint }
 	tainted := slices.ContainsFunc(node.Spec.Taints, ours)
@@ -59,23 +59,24 @@ func (n *Node) keepTaint(ctx context.Context, after time.Duration, s attach.Stat
 		return nil
 	}
 	taints := slices.DeleteFunc(slices.Clone(node.Spec.Taints), ours)
-	kind, reason, change, why := corev1.EventTypeNormal, "SluiceNodeReady", "taken off", "capture and upstream are ready"
+	kind, event, attempt, change := corev1.EventTypeNormal, "SluiceNodeReady", "removing", "removed"
+	why := "sluice is ready to capture pods, and the upstream is ready"
 	if want {
 		taints = append(taints, corev1.Taint{Key: Taint, Effect: corev1.TaintEffectNoSchedule})
-		kind, reason, change = corev1.EventTypeWarning, "SluiceNodeTainted", "put back"
-		why = fmt.Sprintf("for %s now, %v", now.Sub(s.Upstream.Since).Round(time.Second), s.Upstream.Late())
+		kind, event, attempt, change = corev1.EventTypeWarning, "SluiceNodeTainted", "adding", "added"
+		why = fmt.Sprintf("%v (for %s)", s.Upstream.Late(), now.Sub(s.Upstream.Since).Round(time.Second))
 	}
 	if err := n.setTaints(ctx, node.ResourceVersion, taints); err != nil {
-		return fmt.Errorf("taint %s of node %s, to be %s: %w", Taint, n.name, change, err)
+		return fmt.Errorf("%s taint %s of node %s: %w", attempt, Taint, n.name, err)
 	}
-	n.log.Info("the node's taint is changed", "node", n.name, "taint", Taint, "change", change, "why", why)
+	n.log.Info("node taint changed", "node", n.name, "taint", Taint, "state", change, "reason", why)
 	ref := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: n.name, UID: node.UID}
-	n.events.Eventf(ref, kind, reason, "taint %s is %s: %s", Taint, change, why)
+	n.events.Eventf(ref, kind, event, "taint %s %s: %s", Taint, change, why)
 	return nil
 }
 
-// wantTaint tells whether the node is to have the taint. An upstream that is late for a shorter time, and a daemon that
-// is only starting, leave it as it is.
+// wantTaint tells whether the node should have the taint. The taint stays as it is while the upstream has been late for
+// less than after, and while the daemon is not ready yet.
 func wantTaint(tainted bool, after time.Duration, s attach.Status, now time.Time) bool {
 	switch {
 	case s.Upstream.Ready:
@@ -86,8 +87,9 @@ func wantTaint(tainted bool, after time.Duration, s attach.Status, now time.Time
 	return tainted
 }
 
-// setTaints replaces the taints of this node as a whole, which is how the API server keeps them. The version that they
-// were made of sees to it that nobody's are lost.
+// setTaints replaces all taints of this node, because a merge patch replaces a list as a whole. version is the
+// resourceVersion from which taints was made. With it the API server refuses the patch (conflict) if another client has
+// changed the node since, so that no other taint is lost.
 func (n *Node) setTaints(ctx context.Context, version string, taints []corev1.Taint) error {
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]any{"resourceVersion": version},
@@ -96,7 +98,7 @@ func (n *Node) setTaints(ctx context.Context, version string, taints []corev1.Ta
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
 	_, err = n.client.CoreV1().Nodes().Patch(ctx, n.name, types.MergePatchType, patch, metav1.PatchOptions{})
 	return err

@@ -29,24 +29,32 @@ import (
 
 var (
 	notReady = corev1.Taint{Key: Taint, Effect: corev1.TaintEffectNoSchedule}
-	// Those of others have all that a taint can have.
+	// others are taints of other clients; together they use every field of a taint.
 	others = []corev1.Taint{
-		{Key: "gpu", Value: "a100", Effect: corev1.TaintEffectNoExecute, TimeAdded: &metav1.Time{Time: time.Unix(1700000000, 0).UTC()}},
+		{
+			Key: "gpu", Value: "a100", Effect: corev1.TaintEffectNoExecute,
+			TimeAdded: &metav1.Time{Time: time.Unix(1700000000, 0).UTC()},
+		},
 		{Key: Taint + "-at-all", Effect: corev1.TaintEffectPreferNoSchedule},
 	}
 )
 
+// tainted is the node "here" with these taints, and with fields that strip must drop and patches must keep.
 func tainted(version string, taints ...corev1.Taint) *corev1.Node {
 	return &corev1.Node{
-		ObjectMeta: metav1.ObjectMeta{Name: "here", UID: "u", ResourceVersion: version, Labels: map[string]string{"zone": "a"}},
-		Spec:       corev1.NodeSpec{ProviderID: "p", Taints: taints},
-		Status:     corev1.NodeStatus{Images: []corev1.ContainerImage{{Names: []string{"large"}}}},
+		ObjectMeta: metav1.ObjectMeta{
+			Name: "here", UID: "u", ResourceVersion: version, Labels: map[string]string{"zone": "a"},
+		},
+		Spec:   corev1.NodeSpec{ProviderID: "p", Taints: taints},
+		Status: corev1.NodeStatus{Images: []corev1.ContainerImage{{Names: []string{"large"}}}},
 	}
 }
 
 var (
 	isReady = attach.Status{Upstream: attach.UpstreamStatus{Ready: true, Since: time.Unix(1000, 0)}}
-	isLate  = attach.Status{Upstream: attach.UpstreamStatus{Address: "1.2.3.4:80", Since: time.Unix(1000, 0), Reason: "connection refused"}}
+	isLate  = attach.Status{Upstream: attach.UpstreamStatus{
+		Address: "1.2.3.4:80", Since: time.Unix(1000, 0), Reason: "connection refused",
+	}}
 )
 
 func TestWantTaint(t *testing.T) {
@@ -65,17 +73,17 @@ func TestWantTaint(t *testing.T) {
 		want    bool
 	}{
 		{"ready", true, 0, isReady, 0, false},
-		{"ready for long", true, after, isReady, time.Hour, false},
+		{"ready for a long time", true, after, isReady, time.Hour, false},
 		{"ready and never tainted", false, after, isReady, time.Hour, false},
-		{"the upstream is there, capture is not", true, 0, unready(isReady), time.Hour, true},
-		{"capture is not there any more", false, after, unready(isReady), time.Hour, false},
+		{"the upstream is ready, capture is not yet", true, 0, unready(isReady), time.Hour, true},
+		{"capture is not ready any more", false, after, unready(isReady), time.Hour, false},
 		{"late at the start", true, 0, isLate, time.Hour, true},
-		{"late, and not asked to put it back", false, 0, isLate, time.Hour, false},
+		{"late, and the taint is never added", false, 0, isLate, time.Hour, false},
 		{"late for a moment", false, after, isLate, after - 1, false},
-		{"late for long", false, after, isLate, after, true},
-		{"late for long, without capture", false, after, unready(isLate), after, true},
+		{"late for a long time", false, after, isLate, after, true},
+		{"late for a long time, capture not ready", false, after, unready(isLate), after, true},
 		{"late for a moment, and tainted", true, after, isLate, 0, true},
-		{"late for long, and tainted", true, after, isLate, time.Hour, true},
+		{"late for a long time, and tainted", true, after, isLate, time.Hour, true},
 	} {
 		if got := wantTaint(tc.tainted, tc.after, tc.status, time.Unix(1000, 0).Add(tc.late)); got != tc.want {
 			t.Errorf("%s: got %t, want %t", tc.name, got, tc.want)
@@ -83,8 +91,8 @@ func TestWantTaint(t *testing.T) {
 	}
 }
 
-// TestTaintGoesAndComes against the API server's fake. Whatever else the node has stays.
-func TestTaintGoesAndComes(t *testing.T) {
+// TestTaintIsRemovedAndAdded, by a fake API server, and everything else of the node stays as it is.
+func TestTaintIsRemovedAndAdded(t *testing.T) {
 	t.Parallel()
 	n, client := newNode(t, address, tainted("7", others[0], notReady, others[1]))
 	now := time.Unix(1000, 0).Add(time.Minute)
@@ -131,15 +139,21 @@ func TestTaintGoesAndComes(t *testing.T) {
 	keep(2*time.Minute, isLate)
 	want("late for a moment", 1, others...)
 	keep(time.Minute, isLate)
-	want("late for long", 2, others[0], others[1], notReady)
-	for _, reason := range []string{"SluiceNodeReady", "SluiceNodeTainted"} {
-		testbed.Eventually(t, "there is an event "+reason, func() bool {
+	want("late for a long time", 2, others[0], others[1], notReady)
+	for reason, message := range map[string]string{
+		"SluiceNodeReady": "taint sluice.dev/not-ready removed: " +
+			"sluice is ready to capture pods, and the upstream is ready",
+		"SluiceNodeTainted": "taint sluice.dev/not-ready added: " +
+			"upstream 1.2.3.4:80 is late: connection refused (for 1m0s)",
+	} {
+		testbed.Eventually(t, "there is an event "+reason+": "+message, func() bool {
 			events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{})
 			if err != nil {
 				t.Fatal(err)
 			}
 			for _, e := range events.Items {
-				if e.Reason == reason && e.InvolvedObject.Kind == "Node" && e.InvolvedObject.Name == "here" {
+				node := e.InvolvedObject.Kind == "Node" && e.InvolvedObject.Name == "here"
+				if node && e.Reason == reason && e.Message == message {
 					return true
 				}
 			}
@@ -148,11 +162,11 @@ func TestTaintGoesAndComes(t *testing.T) {
 	}
 }
 
-// TestNodeIsKeptSmallAndQuiet: it is large, changes often, and concerns no pod.
-func TestNodeIsKeptSmallAndQuiet(t *testing.T) {
+// TestNodeIsStrippedAndNotNotified: the node object is large, changes often, and concerns no pod.
+func TestNodeIsStrippedAndNotNotified(t *testing.T) {
 	t.Parallel()
 	n, client := newNode(t, address, tainted("1", notReady))
-	testbed.Eventually(t, "what came before has been told", func() bool {
+	testbed.Eventually(t, "Changed receives the first list", func() bool {
 		select {
 		case <-n.Changed():
 			return true
@@ -160,28 +174,30 @@ func TestNodeIsKeptSmallAndQuiet(t *testing.T) {
 			return false
 		}
 	})
-	for version := range 20 { // enough for the first to be told, if they were
+	for version := range 20 { // enough updates for the first one to arrive, if Changed received them
 		want := &corev1.Node{
 			ObjectMeta: metav1.ObjectMeta{Name: "here", UID: "u", ResourceVersion: fmt.Sprint(version)},
 			Spec:       corev1.NodeSpec{Taints: []corev1.Taint{notReady}},
 		}
-		if _, err := client.CoreV1().Nodes().Update(t.Context(), tainted(want.ResourceVersion, notReady), metav1.UpdateOptions{}); err != nil {
+		update := tainted(want.ResourceVersion, notReady)
+		if _, err := client.CoreV1().Nodes().Update(t.Context(), update, metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
 		}
-		testbed.Eventually(t, "the watch shows the node, and no more than is needed", func() bool {
+		testbed.Eventually(t, "the watch shows the node, stripped", func() bool {
 			got, err := n.nodes.Get("here")
 			return err == nil && cmp.Equal(want, got)
 		})
 	}
 	select {
 	case <-n.Changed():
-		t.Error("changes of the node are told as if they were of its pods")
+		t.Error("Changed receives changes of the node object")
 	default:
 	}
 }
 
-// TestNobodysTaintIsLost: the patch is for the version that was seen. One that was too late is made again.
-func TestNobodysTaintIsLost(t *testing.T) {
+// TestTaintConflict: the patch has the resourceVersion that the watch showed, so that no taint of another client is
+// lost. After a conflict it is tried again.
+func TestTaintConflict(t *testing.T) {
 	t.Parallel()
 	attempts, log := keepTaintFor(t, 3*time.Second, func(patch []byte) error {
 		var p struct {
@@ -197,8 +213,8 @@ func TestNobodysTaintIsLost(t *testing.T) {
 	}
 }
 
-// TestRefusalIsSaidOnce, and tried again less and less often.
-func TestRefusalIsSaidOnce(t *testing.T) {
+// TestTaintRefusal: a refused patch is logged once, and tried again at growing intervals.
+func TestTaintRefusal(t *testing.T) {
 	t.Parallel()
 	attempts, log := keepTaintFor(t, 90*time.Second, func([]byte) error {
 		return apierrors.NewForbidden(corev1.Resource("nodes"), "here", errors.New("the token names no node"))
@@ -206,15 +222,18 @@ func TestRefusalIsSaidOnce(t *testing.T) {
 	if got, want := fmt.Sprint(attempts), "[0s 2s 6s 14s 30s 1m0s 1m30s]"; got != want {
 		t.Errorf("got attempts after %s, want %s", got, want)
 	}
-	if strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, Taint+" of node here, to be taken off") || !strings.Contains(log, "the token names no node") {
-		t.Errorf("got the log\n%s\nwant one error that says what is refused, and why", log)
+	if strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, "removing taint "+Taint+" of node here") ||
+		!strings.Contains(log, "the token names no node") {
+		t.Errorf("got the log\n%s\nwant one error, with the refused change and the reason", log)
 	}
 }
 
-// keepTaintFor runs KeepTaint on a node that is ready and has the taint, for some time that does not really pass. The
-// API server answers to patches as answer says. It returns when they came, and the log.
-func keepTaintFor(t *testing.T, d time.Duration, answer func(patch []byte) error) (attempts []time.Duration, log string) {
+// keepTaintFor runs KeepTaint for d of a synctest's time, on a node that is ready and still tainted. answer is the API
+// server's answer to each patch. It returns the times of the patches since the start, and the log.
+func keepTaintFor(t *testing.T, d time.Duration, answer func(patch []byte) error) ([]time.Duration, string) {
 	t.Helper()
+	var attempts []time.Duration
+	var log string
 	synctest.Test(t, func(t *testing.T) {
 		client := fake.NewClientset()
 		begin := time.Now()

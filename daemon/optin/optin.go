@@ -1,4 +1,5 @@
-// Package optin decides about attachments: whether a pod is captured, and what of its traffic.
+// Package optin decides whether an attachment is captured, and which part of its traffic: from the configuration and
+// from the labels and annotations of its pod.
 package optin
 
 import (
@@ -14,13 +15,17 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// Label opts a pod in or out; that of its namespace counts where the pod has none.
+// Prefix begins the name of every label and annotation of sluice.
+const Prefix = "sluice.dev/"
+
+// Label is the label of a pod or a namespace that opts in ("true") or out ("false"). The pod's label takes precedence.
 const Label = Prefix + "capture"
 
-// Pod is what the API server says of a pod, as far as it matters here.
-type Pod struct {
+// Facts are the properties of a pod on which a decision depends. They come from the API server, or, with capture.source
+// all, from the attachment, which has annotations only.
+type Facts struct {
 	Labels, NamespaceLabels, Annotations map[string]string
-	// Upstream is set for the pods that the upstream runs in.
+	// Upstream is set if the upstream runs in this pod. Such a pod is never captured.
 	Upstream bool
 }
 
@@ -29,19 +34,20 @@ type Running struct {
 	Pod         attach.Pod
 	IPs         []netip.Addr
 	HostNetwork bool
-	Facts       Pod
+	Facts       Facts
 }
 
-// ErrUnknown means that nothing can be said of a pod yet: the API server does not answer, or does not know it.
-var ErrUnknown = errors.New("the pod's labels are not known")
+// ErrUnknown means that a pod's facts are not known yet, because the API server does not answer or has not seen the
+// pod. The caller can try again later.
+var ErrUnknown = errors.New("the pod's labels are not known yet")
 
-// Decide says what becomes of an attachment of pod, given every interface through which its container is
-// attached. An error is the pod's own: a label or an annotation that is none.
-func Decide(c config.Config, pod Pod, interfaces []string) (attach.Decision, error) {
+// Decide decides about one attachment of a pod. interfaces are all interfaces of the pod's netns that CNI has attached.
+// An error means that a label or an annotation of the pod has an invalid value; it names the key and the value.
+func Decide(c config.Config, facts Facts, interfaces []string) (attach.Decision, error) {
 	capture, reason := true, "capture.source is all"
 	if c.Capture.Source == config.Kubernetes {
 		var err error
-		if capture, reason, err = wanted(pod); err != nil {
+		if capture, reason, err = wanted(facts); err != nil {
 			return attach.Decision{}, err
 		}
 	}
@@ -50,50 +56,52 @@ func Decide(c config.Config, pod Pod, interfaces []string) (attach.Decision, err
 	}
 	r := ruleset.Ruleset{
 		Interfaces:   interfaces,
-		Upstream:     reachable(c.Upstream.Address),
+		Upstream:     podReachable(c.Upstream.Address),
 		IncludePorts: c.Capture.IncludePorts,
 		ExcludePorts: c.Capture.ExcludePorts,
 		ExcludeCIDRs: c.Capture.ExcludeCIDRs,
 		RejectQUIC:   c.Capture.RejectQUIC,
 	}
 	d := attach.Decision{Capture: true, Ruleset: &r, Late: c.Late, Reason: reason}
-	if err := annotate(&d, pod.Annotations); err != nil {
+	if err := annotate(&d, facts.Annotations); err != nil {
 		return attach.Decision{}, err
 	}
 	d.Ruleset.Direct = d.Late.Policy == attach.Direct && d.Late.Timeout > 0
 	return d, nil
 }
 
-// Wanted tells whether pod asks to be captured, whatever stands against it.
-func Wanted(pod Pod) bool {
-	pod.Upstream = false
-	capture, _, err := wanted(pod)
+// Wanted tells whether the pod asks to be captured by a valid label, its own or its namespace's. It is also true for
+// the upstream's own pods, which Decide never captures.
+func Wanted(facts Facts) bool {
+	facts.Upstream = false
+	capture, _, err := wanted(facts)
 	return capture && err == nil
 }
 
-func wanted(pod Pod) (capture bool, reason string, err error) {
-	for _, by := range []struct {
-		who    string
+func wanted(facts Facts) (capture bool, reason string, err error) {
+	for _, object := range []struct {
+		kind   string
 		labels map[string]string
-	}{{"pod", pod.Labels}, {"namespace", pod.NamespaceLabels}} {
-		value, labelled := by.labels[Label]
+	}{{"pod", facts.Labels}, {"namespace", facts.NamespaceLabels}} {
+		value, labelled := object.labels[Label]
 		if !labelled {
 			continue
 		}
 		if value != "true" && value != "false" {
-			return false, "", fmt.Errorf("label %s of the %s: %q: want true or false", Label, by.who, value)
+			return false, "", fmt.Errorf("label %s of the %s: %q: want true or false", Label, object.kind, value)
 		}
-		reason = fmt.Sprintf("label %s of the %s is %s", Label, by.who, value)
-		if value == "true" && pod.Upstream {
-			return false, "it is the upstream's own pod", nil
+		reason = fmt.Sprintf("label %s of the %s is %s", Label, object.kind, value)
+		if value == "true" && facts.Upstream {
+			return false, "the upstream runs in this pod", nil
 		}
 		return value == "true", reason, nil
 	}
-	return false, "neither pod nor namespace has the label " + Label, nil
+	return false, "neither the pod nor its namespace has the label " + Label, nil
 }
 
-// reachable is the upstream's address if a pod could dial it: not a name, and not the node's loopback.
-func reachable(address string) netip.AddrPort {
+// podReachable parses the upstream's address if a pod could dial it. It is the zero value for a host name and for the
+// loopback and unspecified addresses, which lead a pod to itself.
+func podReachable(address string) netip.AddrPort {
 	ap, err := netip.ParseAddrPort(address)
 	if err != nil || ap.Addr().IsLoopback() || ap.Addr().IsUnspecified() {
 		return netip.AddrPort{}
@@ -101,11 +109,9 @@ func reachable(address string) netip.AddrPort {
 	return netip.AddrPortFrom(ap.Addr().Unmap().WithZone(""), ap.Port())
 }
 
-// Prefix is that of every annotation of ours.
-const Prefix = "sluice.dev/"
-
-// annotations is every annotation, and what it does to the decision. What a pod includes replaces what the
-// configuration includes; what it excludes is added.
+// annotations has a function for every known annotation, by its name without Prefix. It parses the value and applies it
+// to the decision. Included ports and CIDRs of a pod replace those of the configuration; excluded ones are added to
+// them.
 var annotations = map[string]func(*attach.Decision, string) error{
 	"include-outbound-ports": func(d *attach.Decision, v string) (err error) {
 		d.Ruleset.IncludePorts, err = list(v, ruleset.ParsePortRange)
@@ -151,19 +157,20 @@ var annotations = map[string]func(*attach.Decision, string) error{
 	},
 }
 
-// annotate applies a pod's annotations. The error names the key and the value.
-func annotate(d *attach.Decision, pod map[string]string) error {
-	for _, key := range slices.Sorted(maps.Keys(pod)) {
+// annotate applies the annotations of a pod that begin with Prefix. The error names the key and the value.
+func annotate(d *attach.Decision, podAnnotations map[string]string) error {
+	for _, key := range slices.Sorted(maps.Keys(podAnnotations)) {
 		name, ours := strings.CutPrefix(key, Prefix)
 		if !ours {
 			continue
 		}
 		apply, ok := annotations[name]
 		if !ok {
-			return fmt.Errorf("annotation %s: unknown; known are %s", key, strings.Join(slices.Sorted(maps.Keys(annotations)), ", "))
+			known := slices.Sorted(maps.Keys(annotations))
+			return fmt.Errorf("annotation %s: unknown; the known ones are %s", key, strings.Join(known, ", "))
 		}
-		if err := apply(d, pod[key]); err != nil {
-			return fmt.Errorf("annotation %s: %q: %w", key, pod[key], err)
+		if err := apply(d, podAnnotations[key]); err != nil {
+			return fmt.Errorf("annotation %s: %q: %w", key, podAnnotations[key], err)
 		}
 	}
 	return nil

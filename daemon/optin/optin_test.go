@@ -20,7 +20,8 @@ func conf() config.Config {
 	return config.Config{
 		Upstream: config.Upstream{Address: "127.0.0.1:18080", Protocol: config.Connect},
 		Capture: config.Capture{
-			Source: config.All, IncludePorts: ports(80, 443), ExcludePorts: ports(22), ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true,
+			Source: config.All, IncludePorts: ports(80, 443), ExcludePorts: ports(22),
+			ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true,
 		},
 	}
 }
@@ -41,10 +42,11 @@ func cidrs(s ...string) []netip.Prefix {
 	return r
 }
 
-// configured is the ruleset of a pod without annotations.
+// configured is the ruleset that conf gives a pod without annotations.
 func configured() ruleset.Ruleset {
 	return ruleset.Ruleset{
-		Interfaces: []string{"eth0"}, IncludePorts: ports(80, 443), ExcludePorts: ports(22), ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true,
+		Interfaces: []string{"eth0"}, IncludePorts: ports(80, 443), ExcludePorts: ports(22),
+		ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true,
 	}
 }
 
@@ -53,10 +55,14 @@ func TestAnnotations(t *testing.T) {
 	for _, tc := range []struct {
 		name        string
 		annotations map[string]string
-		change      func(*ruleset.Ruleset) // of what is configured
+		change      func(*ruleset.Ruleset) // makes the wanted ruleset of configured's
 	}{
 		{"none", nil, func(*ruleset.Ruleset) {}},
-		{"of others", map[string]string{"sluice.dev": "x", "example.com/quic": "maybe", "xsluice.dev/y": ""}, func(*ruleset.Ruleset) {}},
+		{
+			"with another prefix",
+			map[string]string{"sluice.dev": "x", "example.com/quic": "maybe", "xsluice.dev/y": ""},
+			func(*ruleset.Ruleset) {},
+		},
 		{
 			"included ports replace", map[string]string{"sluice.dev/include-outbound-ports": "8443, 9000-9001"},
 			func(r *ruleset.Ruleset) {
@@ -64,7 +70,7 @@ func TestAnnotations(t *testing.T) {
 			},
 		},
 		{
-			"no included ports are all", map[string]string{"sluice.dev/include-outbound-ports": " "},
+			"an empty list includes all ports", map[string]string{"sluice.dev/include-outbound-ports": " "},
 			func(r *ruleset.Ruleset) { r.IncludePorts = nil },
 		},
 		{
@@ -83,9 +89,16 @@ func TestAnnotations(t *testing.T) {
 			"excluded interfaces", map[string]string{"sluice.dev/exclude-interfaces": "wg0, docker0"},
 			func(r *ruleset.Ruleset) { r.ExcludeInterfaces = []string{"wg0", "docker0"} },
 		},
-		{"QUIC allowed", map[string]string{"sluice.dev/quic": "allow"}, func(r *ruleset.Ruleset) { r.RejectQUIC = false }},
+		{
+			"QUIC allowed", map[string]string{"sluice.dev/quic": "allow"},
+			func(r *ruleset.Ruleset) { r.RejectQUIC = false },
+		},
 		{"QUIC rejected", map[string]string{"sluice.dev/quic": "reject"}, func(*ruleset.Ruleset) {}},
-		{"late as it is", map[string]string{"sluice.dev/when-late": "queue", "sluice.dev/late-timeout": "0s"}, func(*ruleset.Ruleset) {}},
+		{
+			"the late policy does not change the ruleset",
+			map[string]string{"sluice.dev/when-late": "queue", "sluice.dev/late-timeout": "0s"},
+			func(*ruleset.Ruleset) {},
+		},
 		{"no inbound ports", map[string]string{"sluice.dev/capture-inbound-ports": ""}, func(*ruleset.Ruleset) {}},
 		{
 			"inbound ports", map[string]string{"sluice.dev/capture-inbound-ports": "8080, 9000-9001"},
@@ -96,7 +109,7 @@ func TestAnnotations(t *testing.T) {
 	} {
 		want := configured()
 		tc.change(&want)
-		d, err := Decide(conf(), Pod{Annotations: tc.annotations}, []string{"eth0"})
+		d, err := Decide(conf(), Facts{Annotations: tc.annotations}, []string{"eth0"})
 		if err != nil || !d.Capture || d.Reason == "" {
 			t.Errorf("%s: got %+v, %v", tc.name, d, err)
 			continue
@@ -107,8 +120,8 @@ func TestAnnotations(t *testing.T) {
 	}
 }
 
-// TestLate: what the pod says of it replaces what the configuration says, each for itself.
-func TestLate(t *testing.T) {
+// TestLateAnnotations checks that the pod's policy and timeout each replace the configured one alone.
+func TestLateAnnotations(t *testing.T) {
 	t.Parallel()
 	c := conf()
 	c.Late = attach.Late{Policy: attach.Hold, Timeout: time.Minute}
@@ -117,18 +130,31 @@ func TestLate(t *testing.T) {
 		want        attach.Late
 	}{
 		{nil, c.Late},
-		{map[string]string{"sluice.dev/when-late": "queue"}, attach.Late{Policy: attach.Queue, Timeout: time.Minute}},
-		{map[string]string{"sluice.dev/when-late": "direct"}, attach.Late{Policy: attach.Direct, Timeout: time.Minute}},
-		{map[string]string{"sluice.dev/late-timeout": "90s"}, attach.Late{Policy: attach.Hold, Timeout: 90 * time.Second}},
-		{map[string]string{"sluice.dev/when-late": "queue", "sluice.dev/late-timeout": "0s"}, attach.Late{Policy: attach.Queue}},
+		{
+			map[string]string{"sluice.dev/when-late": "queue"},
+			attach.Late{Policy: attach.Queue, Timeout: time.Minute},
+		},
+		{
+			map[string]string{"sluice.dev/when-late": "direct"},
+			attach.Late{Policy: attach.Direct, Timeout: time.Minute},
+		},
+		{
+			map[string]string{"sluice.dev/late-timeout": "90s"},
+			attach.Late{Policy: attach.Hold, Timeout: 90 * time.Second},
+		},
+		{
+			map[string]string{"sluice.dev/when-late": "queue", "sluice.dev/late-timeout": "0s"},
+			attach.Late{Policy: attach.Queue},
+		},
 	} {
-		if d, err := Decide(c, Pod{Annotations: tc.annotations}, []string{"eth0"}); err != nil || d.Late != tc.want {
+		d, err := Decide(c, Facts{Annotations: tc.annotations}, []string{"eth0"})
+		if err != nil || d.Late != tc.want {
 			t.Errorf("%v: got %+v, %v; want %+v", tc.annotations, d.Late, err, tc.want)
 		}
 	}
 }
 
-// TestBadAnnotations: the error names the annotation and the value.
+// TestBadAnnotations checks that the error names the annotation and the value.
 func TestBadAnnotations(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct{ key, value, want string }{
@@ -146,25 +172,27 @@ func TestBadAnnotations(t *testing.T) {
 		{"late-timeout", "90", "is not a duration"},
 		{"late-timeout", "-1s", "is not a duration"},
 		{"capture-inbound-ports", "x", `"x"`},
-		{"include-ports", "80", "unknown; known are capture-inbound-ports, "},
+		{"include-ports", "80", "unknown; the known ones are capture-inbound-ports, "},
 		{"", "x", "unknown"},
 	} {
 		key := Prefix + tc.key
-		d, err := Decide(conf(), Pod{Annotations: map[string]string{key: tc.value}}, []string{"eth0"})
-		if err == nil || d.Capture || !strings.Contains(err.Error(), "annotation "+key+": ") || !strings.Contains(err.Error(), tc.want) {
+		d, err := Decide(conf(), Facts{Annotations: map[string]string{key: tc.value}}, []string{"eth0"})
+		if err == nil || d.Capture || !strings.Contains(err.Error(), "annotation "+key+": ") ||
+			!strings.Contains(err.Error(), tc.want) {
 			t.Errorf("%s: %q: got %+v, %v; want an error with %q", key, tc.value, d, err, tc.want)
 		}
 	}
 }
 
-// TestDecideLeavesTheConfigurationAlone: it is the same for the next pod.
-func TestDecideLeavesTheConfigurationAlone(t *testing.T) {
+// TestDecideDoesNotChangeTheConfiguration, which the next pod's decision uses too.
+func TestDecideDoesNotChangeTheConfiguration(t *testing.T) {
 	t.Parallel()
 	c := conf()
-	c.Capture.ExcludePorts = append(make([]ruleset.PortRange, 0, 8), c.Capture.ExcludePorts...) // room that an append could write to
+	// Spare capacity: an append to the shared slice would write to it.
+	c.Capture.ExcludePorts = append(make([]ruleset.PortRange, 0, 8), c.Capture.ExcludePorts...)
 	c.Capture.ExcludeCIDRs = append(make([]netip.Prefix, 0, 8), c.Capture.ExcludeCIDRs...)
 	decide := func(port, cidr string) *ruleset.Ruleset {
-		d, err := Decide(c, Pod{Annotations: map[string]string{
+		d, err := Decide(c, Facts{Annotations: map[string]string{
 			"sluice.dev/exclude-outbound-ports": port, "sluice.dev/exclude-outbound-cidrs": cidr,
 		}}, []string{"eth0"})
 		if err != nil {
@@ -177,12 +205,13 @@ func TestDecideLeavesTheConfigurationAlone(t *testing.T) {
 	if diff := cmp.Diff(ports(22, 1001), first.ExcludePorts); diff != "" {
 		t.Errorf("the first pod's ports, after the second (-want +got):\n%s", diff)
 	}
-	if diff := cmp.Diff(append(ruleset.LinkLocal(), cidrs("192.0.2.1/32")...), first.ExcludeCIDRs, compareAddresses); diff != "" {
+	want := append(ruleset.LinkLocal(), cidrs("192.0.2.1/32")...)
+	if diff := cmp.Diff(want, first.ExcludeCIDRs, compareAddresses); diff != "" {
 		t.Errorf("the first pod's CIDRs, after the second (-want +got):\n%s", diff)
 	}
 }
 
-func TestUpstreamThatAPodCouldReach(t *testing.T) {
+func TestUpstreamReachableFromThePod(t *testing.T) {
 	t.Parallel()
 	for address, want := range map[string]string{
 		"192.0.2.1:18080":          "192.0.2.1:18080",
@@ -200,7 +229,7 @@ func TestUpstreamThatAPodCouldReach(t *testing.T) {
 	} {
 		c := conf()
 		c.Upstream.Address = address
-		d, err := Decide(c, Pod{}, []string{"eth0", "net1"})
+		d, err := Decide(c, Facts{}, []string{"eth0", "net1"})
 		if err != nil {
 			t.Errorf("%s: %v", address, err)
 			continue
@@ -214,15 +243,17 @@ func TestUpstreamThatAPodCouldReach(t *testing.T) {
 	}
 }
 
-// FuzzAnnotate: an annotation is an error, or what comes of it can be rendered.
+// FuzzAnnotate checks that any annotation gives an error, or a valid ruleset.
 func FuzzAnnotate(f *testing.F) {
 	for name := range annotations {
-		for _, value := range []string{"", "80,443", "8000-8999", "10.0.0.0/8, fd00::1", "eth0", "allow", "queue", "0s", "x,", ","} {
+		for _, value := range []string{
+			"", "80,443", "8000-8999", "10.0.0.0/8, fd00::1", "eth0", "allow", "queue", "0s", "x,", ",",
+		} {
 			f.Add(name, value)
 		}
 	}
 	f.Fuzz(func(t *testing.T, name, value string) {
-		d, err := Decide(conf(), Pod{Annotations: map[string]string{Prefix + name: value}}, []string{"eth0"})
+		d, err := Decide(conf(), Facts{Annotations: map[string]string{Prefix + name: value}}, []string{"eth0"})
 		if err != nil {
 			if d.Capture || !strings.Contains(err.Error(), Prefix+name) {
 				t.Errorf("%q: %q: got %+v, %v", name, value, d, err)
@@ -230,7 +261,7 @@ func FuzzAnnotate(f *testing.F) {
 			return
 		}
 		if err := d.Ruleset.Validate(); err != nil {
-			t.Errorf("%q: %q: no ruleset can be made of it: %v", name, value, err)
+			t.Errorf("%q: %q: the ruleset is not valid: %v", name, value, err)
 		}
 	})
 }
@@ -242,23 +273,24 @@ func TestLabels(t *testing.T) {
 	on, off := map[string]string{Label: "true"}, map[string]string{Label: "false"}
 	for _, tc := range []struct {
 		name    string
-		pod     Pod
+		facts   Facts
 		capture bool
-		says    string // of the reason, or of the error
+		reason  string
 	}{
-		{"no label", Pod{}, false, "neither pod nor namespace"},
-		{"pod", Pod{Labels: on}, true, "of the pod is true"},
-		{"namespace", Pod{NamespaceLabels: on}, true, "of the namespace is true"},
-		{"pod opts out", Pod{Labels: off, NamespaceLabels: on}, false, "of the pod is false"},
-		{"pod opts in", Pod{Labels: on, NamespaceLabels: off}, true, "of the pod is true"},
-		{"the upstream's own", Pod{NamespaceLabels: on, Upstream: true}, false, "upstream's own"},
+		{"no label", Facts{}, false, "neither the pod nor its namespace"},
+		{"pod", Facts{Labels: on}, true, "of the pod is true"},
+		{"namespace", Facts{NamespaceLabels: on}, true, "of the namespace is true"},
+		{"pod opts out", Facts{Labels: off, NamespaceLabels: on}, false, "of the pod is false"},
+		{"pod opts in", Facts{Labels: on, NamespaceLabels: off}, true, "of the pod is true"},
+		{"the upstream's own pod", Facts{NamespaceLabels: on, Upstream: true}, false, "the upstream runs in this pod"},
 	} {
-		d, err := Decide(c, tc.pod, []string{"eth0"})
-		if err != nil || d.Capture != tc.capture || (d.Ruleset != nil) != tc.capture || !strings.Contains(d.Reason, tc.says) {
-			t.Errorf("%s: got %+v, %v; want captured %t, because %q", tc.name, d, err, tc.capture, tc.says)
+		d, err := Decide(c, tc.facts, []string{"eth0"})
+		if err != nil || d.Capture != tc.capture || (d.Ruleset != nil) != tc.capture ||
+			!strings.Contains(d.Reason, tc.reason) {
+			t.Errorf("%s: got %+v, %v; want captured %t, because %q", tc.name, d, err, tc.capture, tc.reason)
 		}
 	}
-	for _, bad := range []Pod{
+	for _, bad := range []Facts{
 		{Labels: map[string]string{Label: "yes"}},
 		{NamespaceLabels: map[string]string{Label: ""}},
 		{Labels: on, Annotations: map[string]string{Prefix + "quic": "maybe"}},
@@ -267,8 +299,9 @@ func TestLabels(t *testing.T) {
 			t.Errorf("%+v: got %+v, %v; want an error that names the key", bad, d, err)
 		}
 	}
-	// A bad annotation of a pod that did not opt in is nobody's business.
-	if d, err := Decide(c, Pod{Annotations: map[string]string{Prefix + "quic": "maybe"}}, nil); err != nil || d.Capture {
+	// A bad annotation of a pod that did not opt in is ignored.
+	notOptedIn := Facts{Annotations: map[string]string{Prefix + "quic": "maybe"}}
+	if d, err := Decide(c, notOptedIn, nil); err != nil || d.Capture {
 		t.Errorf("not opted in: got %+v, %v", d, err)
 	}
 }
