@@ -10,17 +10,17 @@ import (
 	"github.com/containernetworking/cni/libcni"
 )
 
-// pluginType is the type of our entry.
+// pluginType is the "type" of sluice's entry, and so the name of its binary.
 const pluginType = "sluice"
 
-// element is one entry of a conflist's plugins, by where it stands in the text.
+// element is one entry of a conflist's "plugins": its byte offsets in the text, and whether it is sluice's.
 type element struct {
 	start, end int
 	ours       bool
 }
 
-// elements finds the entries of the top-level "plugins". Nothing but their places is taken from the text: all else
-// in it stays as somebody wrote it.
+// elements finds the entries of the top-level "plugins". Conflists are edited by these offsets and never marshalled
+// again, so that everything else in them (unknown keys, number formats, white space) stays as it was written.
 func elements(text []byte) ([]element, error) {
 	dec := json.NewDecoder(bytes.NewReader(text))
 	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
@@ -40,17 +40,18 @@ func elements(text []byte) ([]element, error) {
 			}
 			continue
 		}
-		if found, err = list(dec); err != nil { // of two lists libcni takes the last
+		if found, err = list(dec); err != nil { // if there are two lists, libcni takes the last
 			return nil, fmt.Errorf(`"plugins": %w`, err)
 		}
 		listed = true
 	}
 	if !listed {
-		return nil, errors.New(`no "plugins"`)
+		return nil, errors.New(`it has no "plugins"`)
 	}
 	return found, nil
 }
 
+// list reads the list at which dec stands.
 func list(dec *json.Decoder) ([]element, error) {
 	if t, err := dec.Token(); err != nil || t != json.Delim('[') {
 		return nil, errors.Join(errors.New("not a list"), err)
@@ -68,11 +69,11 @@ func list(dec *json.Decoder) ([]element, error) {
 		}
 		found = append(found, element{end - len(raw), end, plugin.Type == pluginType})
 	}
-	_, err := dec.Token() // the end of it
+	_, err := dec.Token() // the closing bracket
 	return found, err
 }
 
-// withEntry returns the conflist with entry as the last of its plugins, and no other of ours.
+// withEntry returns the conflist with entry as the last of its plugins, in place of any other entry of sluice.
 func withEntry(conflist, entry []byte) ([]byte, error) {
 	all, err := elements(conflist)
 	if err != nil {
@@ -88,15 +89,15 @@ func withEntry(conflist, entry []byte) ([]byte, error) {
 		return nil, err
 	}
 	if len(all) == 0 {
-		return nil, errors.New(`"plugins" is empty: there is nothing to chain to`)
+		return nil, errors.New(`"plugins" is empty: sluice needs a plugin to chain to`)
 	}
 	last := all[len(all)-1]
 	before := bytes.LastIndexAny(conflist[:last.start], "[,") + 1
-	inserted := append([]byte(","), conflist[before:last.start]...) // on a line of its own where the others are
+	inserted := append([]byte(","), conflist[before:last.start]...) // the white space before the last entry
 	return splice(conflist, last.end, last.end, append(inserted, entry...)), nil
 }
 
-// withoutEntry undoes withEntry, byte for byte.
+// withoutEntry returns the conflist without the entries of sluice. It reverses withEntry byte for byte.
 func withoutEntry(conflist []byte) ([]byte, error) {
 	for {
 		all, err := elements(conflist)
@@ -120,6 +121,7 @@ func withoutEntry(conflist []byte) ([]byte, error) {
 	}
 }
 
+// count counts the entries of sluice.
 func count(all []element) (ours int) {
 	for _, e := range all {
 		if e.ours {
@@ -129,11 +131,13 @@ func count(all []element) (ours int) {
 	return ours
 }
 
+// splice returns text with the bytes from start to end replaced.
 func splice(text []byte, start, end int, replacement []byte) []byte {
 	return append(append(append([]byte{}, text[:start]...), replacement...), text[end:]...)
 }
 
-// fromConf is the conflist of a single plugin's configuration, with its name and cniVersion, as libcni makes it.
+// fromConf returns the conflist with conf, the configuration of a single plugin, as its only plugin. It has conf's name
+// and cniVersion, as the conflist that libcni makes of conf.
 func fromConf(conf []byte) ([]byte, error) {
 	var c struct {
 		CNIVersion json.RawMessage `json:"cniVersion,omitempty"`
@@ -151,33 +155,33 @@ func fromConf(conf []byte) ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-// validate reports what no runtime would load.
+// validate returns an error if no runtime would load a file of that name with that text.
 func validate(name string, text []byte) error {
 	if isList(name) {
 		if _, err := libcni.ConfListFromBytes(text); err != nil {
 			return err
 		}
-		return single(text)
+		return checkNothingFollows(text)
 	}
 	c, err := libcni.ConfFromBytes(text) //nolint:staticcheck // runtimes load these still
 	if err != nil {
 		return err
 	}
 	if c.Network.Type == "" || c.Network.Name == "" {
-		return errors.New("no type, or no name")
+		return errors.New("no type or no name")
 	}
-	return single(text)
+	return checkNothingFollows(text)
 }
 
-// single reports what follows the first JSON value: libcni does not look.
-func single(text []byte) error {
+// checkNothingFollows returns an error if anything follows the first JSON value; libcni does not check that.
+func checkNothingFollows(text []byte) error {
 	dec := json.NewDecoder(bytes.NewReader(text))
 	var v json.RawMessage
 	if err := dec.Decode(&v); err != nil {
 		return err
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return errors.New("something follows the JSON object")
+		return errors.New("unexpected text after the JSON object")
 	}
 	return nil
 }

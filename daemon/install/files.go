@@ -14,16 +14,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tempSuffix and the dot before it keep a half-written file from every runtime: none looks at this extension, and
-// none runs a plugin of such a name.
+// tempSuffix ends the name of a temporary file, which begins with a dot. No runtime loads a configuration with this
+// extension, or runs a plugin of such a name, so a half-written file does no harm.
 const tempSuffix = ".sluice-tmp"
 
-// lockPatience is long beside any installation.
-const lockPatience = 5 * time.Second
+// lockTimeout is much longer than any installation takes.
+const lockTimeout = 5 * time.Second
 
-// lock keeps others from installing or uninstalling at the same time, such as the daemon that is about to replace
-// this one: they write to the same temporary files. It locks stateDir itself, which it makes; the kernel unlocks for
-// who is killed.
+// lock prevents another process, such as the daemon that is about to replace this one, from installing or uninstalling
+// at the same time: both would write to the same temporary files. It makes the directory stateDir and locks it with
+// flock(2); the kernel unlocks it when the process is killed.
 func lock(stateDir string) (unlock func(), err error) {
 	if err := os.MkdirAll(stateDir, 0o755); err != nil {
 		return nil, err
@@ -32,7 +32,7 @@ func lock(stateDir string) (unlock func(), err error) {
 	if err != nil {
 		return nil, err
 	}
-	deadline := time.Now().Add(lockPatience)
+	deadline := time.Now().Add(lockTimeout)
 	for {
 		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 		switch {
@@ -40,17 +40,17 @@ func lock(stateDir string) (unlock func(), err error) {
 			return func() { _ = d.Close() }, nil
 		case !errors.Is(err, unix.EWOULDBLOCK) || time.Now().After(deadline):
 			_ = d.Close() // only opened to be locked
-			return nil, fmt.Errorf("locking %s against other installations: %w", stateDir, err)
+			return nil, fmt.Errorf("locking %s, because another sluiced may be installing: %w", stateDir, err)
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
 }
 
-// step is called before every step that changes the disk. Tests end the process there.
+// step is called before every change on disk. Tests end the process in it.
 var step = func(string) {}
 
-// replace puts data in place of the file at path, or makes it. Whoever reads path at any moment, after a crash
-// too, finds the old content or the new. A symbolic link stays one.
+// replace replaces the content of the file at path, or makes the file. A reader finds the old content or the new one at
+// every moment, after a crash too. If path is a symbolic link, its target is replaced.
 func replace(path string, data []byte, mode fs.FileMode) error {
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		path = target
@@ -68,7 +68,8 @@ func replace(path string, data []byte, mode fs.FileMode) error {
 	return syncDir(dir)
 }
 
-// write makes temp, with the owner of the file that it is to replace.
+// write makes the file temp and syncs it to disk. It has the owner of the file like, which it is about to replace, if
+// the process may set it.
 func write(temp string, data []byte, mode fs.FileMode, like string) (err error) {
 	step("create " + temp)
 	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
@@ -94,7 +95,7 @@ func write(temp string, data []byte, mode fs.FileMode, like string) (err error) 
 	return f.Sync()
 }
 
-// move renames within a directory.
+// move renames a file within its directory, and syncs the directory.
 func move(from, to string) error {
 	step("rename " + from)
 	if err := os.Rename(from, to); err != nil {
@@ -103,6 +104,7 @@ func move(from, to string) error {
 	return syncDir(filepath.Dir(to))
 }
 
+// remove removes the file at path, if there is one, and syncs its directory.
 func remove(path string) error {
 	step("remove " + path)
 	if err := os.Remove(path); err != nil {
@@ -111,6 +113,7 @@ func remove(path string) error {
 	return syncDir(filepath.Dir(path))
 }
 
+// syncDir makes renames and removals in dir survive a power loss.
 func syncDir(dir string) error {
 	step("sync " + dir)
 	d, err := os.Open(dir)
@@ -120,7 +123,7 @@ func syncDir(dir string) error {
 	return errors.Join(d.Sync(), d.Close())
 }
 
-// sweep removes what a write that was cut short has left.
+// sweep removes temporary files that interrupted writes have left in dir.
 func sweep(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -135,6 +138,7 @@ func sweep(dir string) error {
 	return errors.Join(errs...)
 }
 
+// same tells whether the file at path has this content.
 func same(path string, data []byte) bool {
 	have, err := os.ReadFile(path)
 	return err == nil && bytes.Equal(have, data)

@@ -1,5 +1,6 @@
-// Package install puts the plugin onto the node: its binary into the CNI bin directory, its entry into the
-// configuration that the runtime uses. Everything that it writes leaves the node's CNI working if it is cut short.
+// Package install puts the plugin onto the node: its binary into the CNI bin directory, and its entry into the network
+// configuration that the runtime uses. The node's CNI works at every moment in between, after a crash or with a full
+// disk too, because each file is written beside its place and renamed.
 package install
 
 import (
@@ -20,28 +21,32 @@ import (
 )
 
 const (
-	// savedSuffix marks a .conf that became a .conflist: no runtime looks at this extension.
+	// savedSuffix is appended to the name of a .conf that was converted to a .conflist. No runtime loads this
+	// extension.
 	savedSuffix = ".sluice-saved"
-	// settling is how old a file is that is not taken for half-written any more.
-	settling = 2 * time.Second
+	// halfWrittenAge is the age up to which an invalid file may be half-written. An older one is taken for broken.
+	halfWrittenAge = 2 * time.Second
 )
 
-// ErrNoNetwork means that the node has no network configuration yet, or that it is being written.
-var ErrNoNetwork = errors.New("no network configuration to chain to yet")
+// ErrNoNetwork means that the node has no valid network configuration yet, or that one is being written. The caller can
+// try again later.
+var ErrNoNetwork = errors.New("no valid CNI network configuration yet")
 
-// Installer is what to install, and where.
+// Installer installs and uninstalls the plugin.
 type Installer struct {
+	// ConfDir and BinDir are the directories in which the runtime looks for network configurations and for plugins.
 	ConfDir, BinDir string
-	// Plugin is the binary that is copied.
+	// Plugin is the path of the binary to copy into BinDir.
 	Plugin string
-	// Entry is our entry of the conflist.
+	// Entry is the plugin's entry for the "plugins" of the conflist, in JSON.
 	Entry json.RawMessage
-	// StateDir has the records of attachments.
+	// StateDir is the directory of the attachment records. Installers lock it against each other.
 	StateDir string
 }
 
-// Install brings the node in line, and returns the files that it had to write. After it the runtime's choice of
-// network, and no other, has the entry.
+// Install installs the plugin, and returns the paths of the files that it had to write: none if all is in place. After
+// it the network configuration that the runtime chooses has the entry, and no other one has it. The error is
+// ErrNoNetwork if there is none to choose.
 func (i Installer) Install() (written []string, err error) {
 	unlock, err := lock(i.StateDir)
 	if err != nil {
@@ -51,15 +56,15 @@ func (i Installer) Install() (written []string, err error) {
 	if err := ignoreMissing(os.Remove(i.uninstalledMark())); err != nil {
 		return nil, fmt.Errorf("installing after an uninstall: %w", err)
 	}
-	return i.install()
+	return i.installLocked()
 }
 
-// install is for who holds the lock.
-func (i Installer) install() (written []string, err error) {
+// installLocked is Install, for a caller that holds the lock.
+func (i Installer) installLocked() (written []string, err error) {
 	if err := errors.Join(sweep(i.ConfDir), sweep(i.BinDir)); err != nil {
-		return nil, fmt.Errorf("removing what an installation left: %w", err)
+		return nil, fmt.Errorf("removing temporary files of an interrupted installation: %w", err)
 	}
-	// The binary first: an entry without it would fail every pod of the node.
+	// The binary comes first: with an entry and without the binary, every ADD on the node would fail.
 	if written, err = i.copyPlugin(); err != nil {
 		return written, err
 	}
@@ -81,10 +86,11 @@ func (i Installer) install() (written []string, err error) {
 	return written, i.clean(primary)
 }
 
+// copyPlugin copies the binary into BinDir, unless the same one is there.
 func (i Installer) copyPlugin() (written []string, err error) {
 	data, err := os.ReadFile(i.Plugin)
 	if err != nil {
-		return nil, fmt.Errorf("the plugin to install: %w", err)
+		return nil, fmt.Errorf("reading the plugin to install: %w", err)
 	}
 	to := filepath.Join(i.BinDir, pluginType)
 	if info, err := os.Stat(to); err == nil && info.Mode().Perm() == 0o755 && same(to, data) {
@@ -93,22 +99,22 @@ func (i Installer) copyPlugin() (written []string, err error) {
 	return []string{to}, replace(to, data, 0o755)
 }
 
-// isList tells a list of plugins from the configuration of a single one, by its name as runtimes do.
+// isList tells, by the extension as runtimes do, whether a file has a list of plugins or a single one.
 func isList(path string) bool { return filepath.Ext(path) == ".conflist" }
 
-// confFiles are those that the runtime looks at, in its order.
+// confFiles lists the files from which the runtime chooses, in its order.
 func (i Installer) confFiles() ([]string, error) {
 	files, err := libcni.ConfFiles(i.ConfDir, []string{".conf", ".conflist", ".json"})
 	slices.Sort(files)
 	return files, err
 }
 
-// primary is the file that the runtime would choose: the first that is valid. One that is not may be half-written;
-// it is passed over when it has been so for a while.
+// primary returns the file that the runtime chooses: the first valid one. An invalid file before it may be
+// half-written, and then be chosen soon: it is skipped when it is older than halfWrittenAge, and an error before.
 func (i Installer) primary() (string, error) {
 	files, err := i.confFiles()
 	if err != nil {
-		return "", fmt.Errorf("looking for the network configuration: %w", err)
+		return "", fmt.Errorf("listing the CNI network configurations: %w", err)
 	}
 	for _, f := range files {
 		text, err := os.ReadFile(f)
@@ -118,15 +124,16 @@ func (i Installer) primary() (string, error) {
 		if err == nil {
 			return f, nil
 		}
-		if info, serr := os.Stat(f); serr == nil && time.Since(info.ModTime()).Abs() < settling { // from the future: before the clock jumped back
+		// Abs: a file from the future was written before the clock jumped back, and is no reason to wait for so long.
+		if info, serr := os.Stat(f); serr == nil && time.Since(info.ModTime()).Abs() < halfWrittenAge {
 			return "", fmt.Errorf("%w: %s may be half-written: %w", ErrNoNetwork, f, err)
 		}
 	}
 	return "", fmt.Errorf("%w in %s", ErrNoNetwork, i.ConfDir)
 }
 
-// convert makes a conflist of a single plugin's configuration. While both files are there the runtime chooses the
-// old one, which sorts first and works without us.
+// convert replaces the configuration of a single plugin by a conflist with the entry, and saves the old file. While
+// both are there the runtime chooses the old one, which sorts first and works without sluice.
 func (i Installer) convert(conf string) (list string, err error) {
 	list = listOf(conf)
 	text, err := os.ReadFile(conf)
@@ -140,8 +147,8 @@ func (i Installer) convert(conf string) (list string, err error) {
 	if data, err = withEntry(data, i.Entry); err != nil {
 		return "", fmt.Errorf("%s: %w", conf, err)
 	}
-	if have, err := os.ReadFile(list); err == nil && !made(have, text) {
-		return "", fmt.Errorf("%s cannot become %s: there is another file of that name", conf, list)
+	if have, err := os.ReadFile(list); err == nil && !convertedFrom(have, text) {
+		return "", fmt.Errorf("cannot convert %s to %s: another file has that name", conf, list)
 	}
 	if err := replace(list, data, modeOf(conf)); err != nil {
 		return "", err
@@ -152,8 +159,8 @@ func (i Installer) convert(conf string) (list string, err error) {
 	return list, nil
 }
 
-// made tells whether list is what we make of conf.
-func made(list, conf []byte) bool {
+// convertedFrom tells whether list is the conflist that convert makes of conf, with sluice's entry or without it.
+func convertedFrom(list, conf []byte) bool {
 	bare, err := withoutEntry(list)
 	if err != nil {
 		return false
@@ -162,6 +169,7 @@ func made(list, conf []byte) bool {
 	return err == nil && bytes.Equal(bare, want)
 }
 
+// modeOf is the mode of the file at path, or 0644 if there is none.
 func modeOf(path string) fs.FileMode {
 	if info, err := os.Stat(path); err == nil {
 		return info.Mode().Perm()
@@ -169,7 +177,7 @@ func modeOf(path string) fs.FileMode {
 	return 0o644
 }
 
-// edit rewrites a conflist if change changes it.
+// edit replaces the conflist at path by the result of change, if that differs.
 func (i Installer) edit(path string, change func([]byte) ([]byte, error)) (written []string, err error) {
 	text, err := os.ReadFile(path)
 	if err != nil {
@@ -185,7 +193,8 @@ func (i Installer) edit(path string, change func([]byte) ([]byte, error)) (writt
 	return []string{path}, replace(path, after, modeOf(path))
 }
 
-// clean takes the entry out of every conflist but keep: what the runtime does not use is as its owner left it.
+// clean removes the entry from every conflist except keep, so that files that the runtime does not use are as their
+// owner left them.
 func (i Installer) clean(keep string) error {
 	files, err := i.confFiles()
 	errs := []error{err}
@@ -195,7 +204,7 @@ func (i Installer) clean(keep string) error {
 		}
 		text, err := os.ReadFile(f)
 		if err != nil || validate(f, text) != nil {
-			continue // whatever it is, it is not ours
+			continue // not a valid conflist, so it has no entry of sluice
 		}
 		_, err = i.edit(f, withoutEntry)
 		errs = append(errs, err)
@@ -203,12 +212,12 @@ func (i Installer) clean(keep string) error {
 	return errors.Join(errs...)
 }
 
-// uninstalledMark is the file in StateDir that tells a daemon that runs with --install to leave it at that. The next
-// one that starts does not.
+// uninstalledMark is the path of a file whose existence tells a running daemon (`run --install`) not to install again.
+// A daemon that starts removes it, and installs.
 func (i Installer) uninstalledMark() string { return filepath.Join(i.StateDir, "uninstalled") }
 
-// Uninstall takes the entry out and puts back what became a conflist. The binary stays for as long as there are
-// records of attachments, whose DEL needs it; it is said how many.
+// Uninstall removes the entry, and restores a .conf that was converted to a .conflist. It removes the binary only if
+// there are no attachment records, because the DEL of these pods needs it, and returns their number.
 func (i Installer) Uninstall() (attachments int, err error) {
 	unlock, err := lock(i.StateDir)
 	if err != nil {
@@ -216,10 +225,10 @@ func (i Installer) Uninstall() (attachments int, err error) {
 	}
 	defer unlock()
 	if err := os.WriteFile(i.uninstalledMark(), nil, 0o600); err != nil {
-		return 0, fmt.Errorf("telling the daemon not to install again: %w", err)
+		return 0, fmt.Errorf("writing the file that keeps the daemon from installing again: %w", err)
 	}
 	if err := errors.Join(sweep(i.ConfDir), sweep(i.BinDir)); err != nil {
-		return 0, fmt.Errorf("removing what an installation left: %w", err)
+		return 0, fmt.Errorf("removing temporary files of an interrupted installation: %w", err)
 	}
 	if err := errors.Join(i.restore(), i.clean("")); err != nil {
 		return 0, err
@@ -231,8 +240,8 @@ func (i Installer) Uninstall() (attachments int, err error) {
 	return 0, remove(filepath.Join(i.BinDir, pluginType))
 }
 
-// restore puts back every .conf that became a .conflist. It comes back first: then the runtime chooses it, and the
-// other can go.
+// restore puts back every .conf that was converted to a .conflist. It renames the .conf first and removes the .conflist
+// then: in between the runtime chooses the .conf, which sorts first.
 func (i Installer) restore() error {
 	saved, err := filepath.Glob(filepath.Join(i.ConfDir, "*"+savedSuffix))
 	errs := []error{err}
@@ -242,29 +251,31 @@ func (i Installer) restore() error {
 	files, err := i.confFiles()
 	errs = append(errs, err)
 	for _, conf := range files {
-		if !isList(conf) { // what a restoration that was cut short left beside it
-			errs = append(errs, removeMade(conf))
+		if !isList(conf) { // an interrupted restore may have left the conflist beside it
+			errs = append(errs, removeConverted(conf))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-func removeMade(conf string) error {
+// removeConverted removes the conflist that convert made of conf.
+func removeConverted(conf string) error {
 	text, err := os.ReadFile(conf)
 	if err != nil {
 		return err
 	}
 	list := listOf(conf)
 	have, err := os.ReadFile(list)
-	if err != nil || !made(have, text) {
+	if err != nil || !convertedFrom(have, text) {
 		return ignoreMissing(err)
 	}
 	return remove(list)
 }
 
-// listOf is the conflist that a .conf becomes.
+// listOf is the path of the conflist that convert makes of conf.
 func listOf(conf string) string { return strings.TrimSuffix(conf, filepath.Ext(conf)) + ".conflist" }
 
+// restoreOne puts back the .conf that was saved at the path saved, and removes its conflist.
 func restoreOne(saved string) error {
 	conf := strings.TrimSuffix(saved, savedSuffix)
 	list := listOf(conf)
@@ -273,11 +284,11 @@ func restoreOne(saved string) error {
 		return err
 	}
 	have, err := os.ReadFile(list)
-	if err == nil && !made(have, text) {
-		return nil // somebody has changed it since: theirs is the newer, and only our entry goes
+	if err == nil && !convertedFrom(have, text) {
+		return nil // another program has changed the conflist since: it stays, and clean removes only the entry
 	}
 	if err := move(saved, conf); err != nil {
-		return fmt.Errorf("putting back %s: %w", conf, err)
+		return fmt.Errorf("restoring %s: %w", conf, err)
 	}
 	return remove(list)
 }

@@ -39,14 +39,14 @@ const (
 	conf = `{"cniVersion": "0.4.0", "name": "pods", "type": "ptp", "mtu": 1400.0}` + "\n"
 )
 
-// TestMain is also the installer that a test kills: at the step whose number it is given.
+// TestMain is also the program of an installer that exits at the step with the number TEST_DIE_AT.
 func TestMain(m *testing.M) {
 	if at, err := strconv.Atoi(os.Getenv("TEST_DIE_AT")); err == nil {
 		n := 0
-		step = func(what string) {
+		step = func(name string) {
 			n++
 			if n == at {
-				fmt.Println(what)
+				fmt.Println(name)
 				os.Exit(9)
 			}
 		}
@@ -65,7 +65,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// nodeAt is an installer whose node is the directory.
+// nodeAt is an installer on a node whose files are in dir.
 func nodeAt(dir string) Installer {
 	return Installer{
 		ConfDir: filepath.Join(dir, "net.d"), BinDir: filepath.Join(dir, "bin"), Plugin: filepath.Join(dir, "plugin"),
@@ -73,7 +73,7 @@ func nodeAt(dir string) Installer {
 	}
 }
 
-// newNode is a directory with the files of a node.
+// newNode makes a node with these network configurations. It returns the installer and the node's directory.
 func newNode(t *testing.T, files map[string]string) (Installer, string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -81,6 +81,7 @@ func newNode(t *testing.T, files map[string]string) (Installer, string) {
 	return nodeAt(dir), dir
 }
 
+// fill makes a node's directories, the plugin to install, and these network configurations.
 func fill(t *testing.T, dir string, files map[string]string) {
 	t.Helper()
 	for _, d := range []string{"net.d", "bin", "state"} {
@@ -96,7 +97,7 @@ func fill(t *testing.T, dir string, files map[string]string) {
 
 var unixEpoch = time.Unix(1, 0)
 
-// put writes a file as if that had been long ago.
+// put writes a file with a modification time long ago, so that it does not count as half-written.
 func put(t *testing.T, path, text string) {
 	t.Helper()
 	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
@@ -107,7 +108,7 @@ func put(t *testing.T, path, text string) {
 	}
 }
 
-// contents are all files in the conf dir.
+// contents returns all files in ConfDir, by their names.
 func contents(t *testing.T, i Installer) map[string]string {
 	t.Helper()
 	found := map[string]string{}
@@ -125,7 +126,7 @@ func contents(t *testing.T, i Installer) map[string]string {
 	return found
 }
 
-// plugins are the types in the chain that the runtime would run.
+// plugins returns the types in the chain that the runtime would run.
 func plugins(t *testing.T, i Installer) []string {
 	t.Helper()
 	primary, err := i.primary()
@@ -151,26 +152,36 @@ func plugins(t *testing.T, i Installer) []string {
 	var types []string
 	for _, p := range list.Plugins {
 		types = append(types, p.Network.Type)
-		if p.Network.Type == pluginType && !same(filepath.Join(i.BinDir, pluginType), []byte("the plugin")) {
-			t.Fatalf("%s names a plugin that is not there, or not whole", primary)
+		if p.Network.Type == pluginType && !binaryInstalled(i) {
+			t.Fatalf("%s names sluice, and its binary is not there or not complete", primary)
 		}
 	}
 	return types
 }
 
+func binaryInstalled(i Installer) bool {
+	return same(filepath.Join(i.BinDir, pluginType), []byte("the plugin"))
+}
+
 func TestInstallAndUninstall(t *testing.T) {
 	t.Parallel()
+	const oneLine = `{"name":"n","cniVersion":"1.0.0","plugins":[{"type":"x"}]}`
+	bridgeChain := []string{"bridge", "portmap", "sluice"}
 	for name, tc := range map[string]struct {
 		files map[string]string
 		chain []string
 	}{
-		"a conflist":              {map[string]string{"10-a.conflist": bridge}, []string{"bridge", "portmap", "sluice"}},
-		"one line":                {map[string]string{"10-a.conflist": `{"name":"n","cniVersion":"1.0.0","plugins":[{"type":"x"}]}`}, []string{"x", "sluice"}},
-		"a conf":                  {map[string]string{"10-a.conf": conf}, []string{"ptp", "sluice"}},
-		"a json":                  {map[string]string{"10-a.json": conf}, []string{"ptp", "sluice"}},
-		"the first of two":        {map[string]string{"10-a.conflist": bridge, "20-b.conflist": bridge}, []string{"bridge", "portmap", "sluice"}},
-		"the first that is valid": {map[string]string{"00-a.conflist": `{"name": "n"`, "01-b.conf": "{}", "10-c.conflist": bridge, "20-d.conf": conf}, []string{"bridge", "portmap", "sluice"}},
-		"with Windows' line ends": {map[string]string{"10-a.conflist": strings.ReplaceAll(bridge, "\n", "\r\n")}, []string{"bridge", "portmap", "sluice"}},
+		"a conflist":       {map[string]string{"10-a.conflist": bridge}, bridgeChain},
+		"one line":         {map[string]string{"10-a.conflist": oneLine}, []string{"x", "sluice"}},
+		"a conf":           {map[string]string{"10-a.conf": conf}, []string{"ptp", "sluice"}},
+		"a json":           {map[string]string{"10-a.json": conf}, []string{"ptp", "sluice"}},
+		"the first of two": {map[string]string{"10-a.conflist": bridge, "20-b.conflist": bridge}, bridgeChain},
+		"the first valid one": {map[string]string{
+			"00-a.conflist": `{"name": "n"`, "01-b.conf": "{}", "10-c.conflist": bridge, "20-d.conf": conf,
+		}, bridgeChain},
+		"with CRLF line ends": {map[string]string{
+			"10-a.conflist": strings.ReplaceAll(bridge, "\n", "\r\n"),
+		}, bridgeChain},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -193,7 +204,7 @@ func TestInstallAndUninstall(t *testing.T) {
 				t.Errorf("after Uninstall: got %q, want %q", got, tc.files)
 			}
 			if _, err := os.Stat(filepath.Join(i.BinDir, pluginType)); !errors.Is(err, os.ErrNotExist) {
-				t.Errorf("the binary: %v, want it gone", err)
+				t.Errorf("the binary: %v, want os.ErrNotExist", err)
 			}
 		})
 	}
@@ -213,37 +224,41 @@ func TestEntryIsReplaced(t *testing.T) {
 	if got, want := contents(t, i)["10-a.conflist"], strings.Replace(first, `"auto"`, `"nftables"`, 1); got != want {
 		t.Errorf("another entry: got\n%s\nwant\n%s", got, want)
 	}
-	// Another network comes first: the entry moves.
+	// A new file sorts first: the entry moves there.
 	put(t, filepath.Join(i.ConfDir, "05-new.conflist"), bridge)
 	if _, err := i.Install(); err != nil {
 		t.Fatal(err)
 	}
 	if got := contents(t, i); got["10-a.conflist"] != bridge || !strings.Contains(got["05-new.conflist"], "nftables") {
-		t.Errorf("a new first one: got %q", got)
+		t.Errorf("with a new first file: got %q", got)
 	}
-	// Ours twice, and not last, by somebody's hand.
-	put(t, filepath.Join(i.ConfDir, "05-new.conflist"), `{"name":"n","cniVersion":"1.0.0","plugins":[{"type":"sluice"}, {"type":"x"},{"type":"sluice"} ,{"type":"y"}]}`)
+	// A file was edited by hand: it has sluice twice, and not last.
+	put(t, filepath.Join(i.ConfDir, "05-new.conflist"), `{"name":"n","cniVersion":"1.0.0",`+
+		`"plugins":[{"type":"sluice"}, {"type":"x"},{"type":"sluice"} ,{"type":"y"}]}`)
 	if _, err := i.Install(); err != nil {
 		t.Fatal(err)
 	}
 	if got, want := plugins(t, i), []string{"x", "y", "sluice"}; !slices.Equal(got, want) {
-		t.Errorf("ours twice: got the chain %v, want %v", got, want)
+		t.Errorf("with two entries: got the chain %v, want %v", got, want)
 	}
 }
 
-func TestNothingToChainTo(t *testing.T) {
+func TestNoNetwork(t *testing.T) {
 	t.Parallel()
 	for name, files := range map[string]map[string]string{
-		"an empty directory":   {},
-		"nothing valid":        {"a.conflist": "{", "b.conf": `{"name":"n"}`, "c.conflist": `{"name":"n","cniVersion":"1.0.0","plugins":[]}`, "d.conflist": bridge + "x"},
-		"nothing of a network": {"README": "x", "10-a.conflist.bak": bridge},
+		"an empty directory": {},
+		"no valid file": {
+			"a.conflist": "{", "b.conf": `{"name":"n"}`, "d.conflist": bridge + "x",
+			"c.conflist": `{"name":"n","cniVersion":"1.0.0","plugins":[]}`,
+		},
+		"no network configuration": {"README": "x", "10-a.conflist.bak": bridge},
 	} {
 		i, _ := newNode(t, files)
 		if _, err := i.Install(); !errors.Is(err, ErrNoNetwork) {
 			t.Errorf("%s: got %v, want ErrNoNetwork", name, err)
 		}
 		if got := contents(t, i); fmt.Sprint(got) != fmt.Sprint(files) {
-			t.Errorf("%s: got %q, want nothing touched", name, got)
+			t.Errorf("%s: got %q, want it unchanged", name, got)
 		}
 	}
 	i, dir := newNode(t, nil)
@@ -253,8 +268,8 @@ func TestNothingToChainTo(t *testing.T) {
 	}
 }
 
-// TestHalfWrittenIsWaitedOut: what is being written is neither chained to nor passed over.
-func TestHalfWrittenIsWaitedOut(t *testing.T) {
+// TestHalfWrittenFile: Install neither skips a file that is being written nor adds the entry to it.
+func TestHalfWrittenFile(t *testing.T) {
 	t.Parallel()
 	i, _ := newNode(t, map[string]string{"20-b.conflist": bridge})
 	half := filepath.Join(i.ConfDir, "10-a.conflist")
@@ -269,12 +284,12 @@ func TestHalfWrittenIsWaitedOut(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got := contents(t, i); got["20-b.conflist"] != bridge || !strings.Contains(got["10-a.conflist"], pluginType) {
-		t.Errorf("when it is whole: got %q", got)
+		t.Errorf("when it is complete: got %q", got)
 	}
 }
 
-// TestHalfWrittenBeforeTheClockJumpedBack: it does not keep sluice from the network that the runtime uses until the clock is
-// there again.
+// TestHalfWrittenBeforeTheClockJumpedBack: Install skips an invalid file from the future, and does not wait until the
+// clock gets there.
 func TestHalfWrittenBeforeTheClockJumpedBack(t *testing.T) {
 	t.Parallel()
 	i, _ := newNode(t, map[string]string{"20-b.conflist": bridge})
@@ -289,32 +304,34 @@ func TestHalfWrittenBeforeTheClockJumpedBack(t *testing.T) {
 	}
 }
 
-func TestBinaryStaysForTheDELOfAttachedPods(t *testing.T) {
+func TestBinaryStaysForDELs(t *testing.T) {
 	t.Parallel()
 	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
 	if _, err := i.Install(); err != nil {
 		t.Fatal(err)
 	}
 	store := attach.NewStore(i.StateDir)
-	r := attach.Record{Attachment: attach.Attachment{ID: attach.ID{ContainerID: "c1", IfName: "eth0"}, Netns: "/run/netns/x"}, State: attach.Passed}
+	attachment := attach.Attachment{ID: attach.ID{ContainerID: "c1", IfName: "eth0"}, Netns: "/run/netns/x"}
+	r := attach.Record{Attachment: attachment, State: attach.Passed}
 	if err := store.Write(r); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := i.Uninstall(); n != 1 || err != nil {
 		t.Errorf("Uninstall: got %d, %v; want one attachment", n, err)
 	}
-	if !same(filepath.Join(i.BinDir, pluginType), []byte("the plugin")) || contents(t, i)["10-a.conflist"] != bridge {
+	if !binaryInstalled(i) || contents(t, i)["10-a.conflist"] != bridge {
 		t.Error("want the binary there, and the entry gone")
 	}
 	if err := store.Remove(r.ID); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := i.Uninstall(); n != 0 || err != nil {
-		t.Errorf("Uninstall, when it is gone: got %d, %v", n, err)
+		t.Errorf("Uninstall, without attachments: got %d, %v; want none", n, err)
 	}
 }
 
-// TestKilledAtEveryStep: before and after, the runtime finds a network that works, and the next run completes.
+// TestKilledAtEveryStep kills Install and Uninstall at each of their steps. The runtime must find a valid network after
+// it, and the next Install or Uninstall must complete.
 func TestKilledAtEveryStep(t *testing.T) {
 	t.Parallel()
 	for name, files := range map[string]map[string]string{
@@ -332,27 +349,27 @@ func TestKilledAtEveryStep(t *testing.T) {
 				i, dir := newNode(t, files)
 				died := dieAt(t, at, dir, "")
 				if got := plugins(t, i); !slices.Equal(got, bare) && !slices.Equal(got, whole) {
-					t.Fatalf("killed at %q: the runtime runs %v", died, got)
+					t.Fatalf("Install killed at %q: got the chain %v", died, got)
 				}
 				if _, err := i.Install(); err != nil {
-					t.Fatalf("after it was killed at %q: %v", died, err)
+					t.Fatalf("Install after one was killed at %q: %v", died, err)
 				}
 				if got := plugins(t, i); !slices.Equal(got, whole) {
-					t.Fatalf("after it was killed at %q, and ran again: %v", died, got)
+					t.Fatalf("Install after one was killed at %q: got the chain %v", died, got)
 				}
 				undone := dieAt(t, at, dir, "1")
 				if got := plugins(t, i); !slices.Equal(got, bare) && !slices.Equal(got, whole) {
-					t.Fatalf("uninstall killed at %q: the runtime runs %v", undone, got)
+					t.Fatalf("Uninstall killed at %q: got the chain %v", undone, got)
 				}
 				if _, err := i.Uninstall(); err != nil {
-					t.Fatalf("uninstall, after it was killed at %q: %v", undone, err)
+					t.Fatalf("Uninstall after one was killed at %q: %v", undone, err)
 				}
 				if got := contents(t, i); fmt.Sprint(got) != fmt.Sprint(files) {
-					t.Fatalf("uninstalled, after it was killed at %q: got %q", undone, got)
+					t.Fatalf("Uninstall after one was killed at %q: got the files %q", undone, got)
 				}
 				if died == "" && undone == "" {
 					if at < 10 {
-						t.Errorf("there were only %d steps", at)
+						t.Errorf("got only %d steps, want 10 or more", at)
 					}
 					return
 				}
@@ -361,7 +378,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 	}
 }
 
-// dieAt runs an installer that ends at a step, and returns which; "" when there was none of that number.
+// dieAt runs an installer that exits at step number at. It returns the name of that step, "" if there are fewer steps.
 func dieAt(t *testing.T, at int, dir, uninstall string) string {
 	t.Helper()
 	cmd := exec.Command(os.Args[0])
@@ -378,11 +395,12 @@ func dieAt(t *testing.T, at int, dir, uninstall string) string {
 	return ""
 }
 
-// TestFullDisk: at whatever byte the disk is full, the node's network works, and the next run completes.
+// TestFullDisk leaves ever more room on a disk, from none. The node's network must work at each size, and Install must
+// complete as soon as there is enough room.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 	if os.Geteuid() != 0 {
-		t.Fatal("this mounts a small file system: run it as root")
+		t.Fatal("this test mounts a small file system: run it as root")
 	}
 	dir := t.TempDir()
 	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=64k"); err != nil {
@@ -398,11 +416,11 @@ func TestFullDisk(t *testing.T) {
 	ballast := filepath.Join(dir, "ballast")
 	for full := 64 << 10; full > 0; full -= 4 << 10 {
 		_ = os.Remove(ballast)
-		_ = os.WriteFile(ballast, make([]byte, full), 0o600) // as much of it as there is room for
+		_ = os.WriteFile(ballast, make([]byte, full), 0o600) // as much as there is room for
 		_, err := i.Install()
 		chain := plugins(t, i)
 		if want := err == nil; slices.Contains(chain, "sluice") != want || !slices.Contains(chain, "bridge") {
-			t.Fatalf("with %d bytes of ballast: %v, and the runtime runs %v", full, err, chain)
+			t.Fatalf("with %d bytes of ballast: %v, and the chain %v", full, err, chain)
 		}
 		if err == nil {
 			if full == 64<<10 {
@@ -411,11 +429,11 @@ func TestFullDisk(t *testing.T) {
 			return
 		}
 	}
-	t.Error("it never had room")
+	t.Error("Install never had enough room")
 }
 
-// TestInstallersDoNotMix: a daemon and the one that replaces it may both install, and somebody may uninstall.
-func TestInstallersDoNotMix(t *testing.T) {
+// TestConcurrentInstallers: a daemon and the one that replaces it may both install while `sluiced uninstall` runs.
+func TestConcurrentInstallers(t *testing.T) {
 	t.Parallel()
 	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
 	other := i
@@ -433,7 +451,7 @@ func TestInstallersDoNotMix(t *testing.T) {
 						return err
 					}
 					if _, err := i.primary(); err != nil {
-						return err // not valid at some moment
+						return err // no valid network at this moment
 					}
 				}
 				return nil
@@ -451,13 +469,13 @@ func TestInstallersDoNotMix(t *testing.T) {
 	}
 }
 
-// TestKeeper: whatever others do to the files, the plugin is back.
-func TestKeeper(t *testing.T) {
+// TestKeeperInstallsAgain after other programs have changed, replaced or removed its files.
+func TestKeeperInstallsAgain(t *testing.T) {
 	t.Parallel()
 	i, dir := newNode(t, nil)
 	k := &Keeper{Installer: i, Log: slog.New(slog.DiscardHandler)}
 	if k.Ready() == nil {
-		t.Error("ready before it has looked")
+		t.Error("ready before the first scan")
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error)
@@ -468,59 +486,62 @@ func TestKeeper(t *testing.T) {
 			t.Errorf("Run: %v", err)
 		}
 		if !slices.Contains(plugins(t, i), "sluice") {
-			t.Error("it took the plugin along")
+			t.Error("the Keeper has uninstalled the plugin at its end")
 		}
 	})
-	testbed.Eventually(t, "it waits for a network", func() bool { return errors.Is(k.Ready(), ErrNoNetwork) })
-	back := func(what string) {
+	testbed.Eventually(t, "the Keeper waits for a network", func() bool { return errors.Is(k.Ready(), ErrNoNetwork) })
+	installedAfter := func(change string) {
 		t.Helper()
-		testbed.Eventually(t, what+": it is installed", func() bool {
+		testbed.Eventually(t, change+": the plugin is installed", func() bool {
 			primary, err := i.primary()
 			if err != nil {
 				return false
 			}
 			text, err := os.ReadFile(primary)
-			return err == nil && strings.Contains(string(text), entry) && same(filepath.Join(i.BinDir, "sluice"), []byte("the plugin")) && k.Ready() == nil
+			return err == nil && strings.Contains(string(text), entry) && binaryInstalled(i) && k.Ready() == nil
 		})
 	}
 	main := filepath.Join(i.ConfDir, "10-a.conflist")
 	put(t, main, bridge)
-	back("a network comes")
+	installedAfter("a conflist appears")
 	put(t, main, strings.Replace(bridge, "cni0", "cni1", 1))
-	back("it is written again")
+	installedAfter("the conflist is written again")
 	put(t, filepath.Join(dir, "other"), bridge)
 	if err := os.Rename(filepath.Join(dir, "other"), main); err != nil {
 		t.Fatal(err)
 	}
-	back("it is replaced")
+	installedAfter("the conflist is replaced")
 	put(t, filepath.Join(i.ConfDir, "05-a.conf"), conf)
-	back("another comes first")
+	installedAfter("a conf that sorts first appears")
 	if err := os.Remove(filepath.Join(i.BinDir, "sluice")); err != nil {
 		t.Fatal(err)
 	}
-	back("the binary is removed")
+	installedAfter("the binary is removed")
 	if err := os.Rename(i.ConfDir, filepath.Join(dir, "gone")); err != nil {
 		t.Fatal(err)
 	}
-	testbed.Eventually(t, "it sees that nothing is left", func() bool { return k.Ready() != nil })
+	testbed.Eventually(t, "the Keeper sees that the directory is gone", func() bool { return k.Ready() != nil })
 	fill(t, dir, map[string]string{"10-a.conflist": bridge})
-	back("the directory comes back")
+	installedAfter("the directory is made again")
 }
 
-// TestKeeperLetsUninstall: who takes the plugin off does not have to end the daemon first.
-func TestKeeperLetsUninstall(t *testing.T) {
+// TestUninstallWhileTheKeeperRuns: the daemon need not be stopped before `sluiced uninstall`. It installs again only
+// when it is started again.
+func TestUninstallWhileTheKeeperRuns(t *testing.T) {
 	t.Parallel()
 	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
-	for range 2 { // it is installed again when a daemon starts again
+	for range 2 {
 		k := &Keeper{Installer: i, Log: slog.New(slog.DiscardHandler)}
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error)
 		go func() { done <- k.Run(ctx) }()
-		testbed.Eventually(t, "it is installed", func() bool { return k.Ready() == nil })
+		testbed.Eventually(t, "the plugin is installed", func() bool { return k.Ready() == nil })
 		if _, err := i.Uninstall(); err != nil {
 			t.Fatal(err)
 		}
-		testbed.Eventually(t, "the keeper has seen it", func() bool { return errors.Is(k.Ready(), errUninstalled) })
+		testbed.Eventually(t, "the Keeper has seen the uninstall", func() bool {
+			return errors.Is(k.Ready(), errUninstalled)
+		})
 		if got := contents(t, i)["10-a.conflist"]; got != bridge {
 			t.Errorf("got %q, want what was there before", got)
 		}
@@ -531,36 +552,41 @@ func TestKeeperLetsUninstall(t *testing.T) {
 	}
 }
 
-func TestFight(t *testing.T) {
+func TestBackoff(t *testing.T) {
 	t.Parallel()
-	var f fight
+	var b backoff
 	now := unixEpoch
-	for n := range rounds {
-		if f.wrote("a", now) {
-			t.Fatalf("round %d is too often already", n)
+	for n := range maxRewrites {
+		if b.wrote("a", now) {
+			t.Fatalf("write %d: got too often, want it allowed", n+1)
 		}
 	}
-	last := f.rest(now)
+	last := b.wait(now)
 	for range 20 {
-		if !f.wrote("a", now) {
-			t.Fatal("not too often")
+		if !b.wrote("a", now) {
+			t.Fatal("got allowed, want too often")
 		}
-		if got := f.rest(now); got < last || got > maxRest {
-			t.Errorf("rests %s after %s", got, last)
+		if got := b.wait(now); got < last || got > maxWait {
+			t.Errorf("got a wait of %s after one of %s", got, last)
 		}
-		last = f.rest(now)
+		last = b.wait(now)
 		now = now.Add(last)
 	}
-	if last != maxRest {
-		t.Errorf("rests %s in the end, want %s", last, maxRest)
+	if last != maxWait {
+		t.Errorf("got a last wait of %s, want %s", last, maxWait)
 	}
-	if f.wrote("b", now) || f.wrote("a", now.Add(2*calm)) {
-		t.Error("too often, for another file or after a while")
+	if b.wrote("b", now) || b.wrote("a", now.Add(2*quietPeriod)) {
+		t.Error("got too often, for another file or after a quiet period")
 	}
 }
 
+// FuzzEntry checks that adding the entry to any valid conflist gives a valid one with the entry last, that doing so
+// again changes nothing, and that removing the entry gives the first text back.
 func FuzzEntry(f *testing.F) {
-	for _, text := range []string{bridge, `{"plugins":[{"type":"x"}]}`, `{"name":"n","cniVersion":"1.0.0","plugins":[{"type":"x"}],"plugins":[{"type":"y"} ]}`, conf, "{"} {
+	for _, text := range []string{
+		bridge, `{"plugins":[{"type":"x"}]}`, conf, "{",
+		`{"name":"n","cniVersion":"1.0.0","plugins":[{"type":"x"}],"plugins":[{"type":"y"} ]}`,
+	} {
 		f.Add([]byte(text))
 	}
 	f.Fuzz(func(t *testing.T, text []byte) {
@@ -572,11 +598,11 @@ func FuzzEntry(f *testing.F) {
 			return
 		}
 		if err := validate("x.conflist", with); err != nil {
-			t.Fatalf("with the entry %q is none: %v", with, err)
+			t.Fatalf("with the entry, %q is not valid: %v", with, err)
 		}
 		list, err := libcni.ConfListFromBytes(with)
 		if err != nil || list.Plugins[len(list.Plugins)-1].Network.Type != pluginType {
-			t.Fatalf("with the entry %q: libcni does not see it last, %v", with, err)
+			t.Fatalf("with the entry, %q: libcni does not read it as the last plugin, %v", with, err)
 		}
 		before, err := elements(text)
 		if err != nil {

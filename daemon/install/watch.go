@@ -10,57 +10,65 @@ import (
 	"time"
 
 	"github.com/fsnotify/fsnotify"
+
+	"github.com/sluice-cni/sluice/daemon/pause"
 )
 
 const (
-	// How often the node is looked at without a word from the kernel: directories come and go. Half-written files
-	// are waited out.
-	lookInterval, retryInterval = 10 * time.Second, time.Second
-	// Somebody who changes our files back is not fought: after a few rounds each waits longer, until calm
-	// has passed without one.
-	rounds             = 5
-	firstRest, maxRest = 2 * time.Second, time.Minute
-	calm               = 2 * time.Minute
+	// rescanInterval is the longest time between two scans of the node. inotify reports changes at once, but not those
+	// in a directory that is created or replaced, until it is watched again.
+	rescanInterval = 10 * time.Second
+	// retryInterval is the same while the plugin is not installed, for example because a file is half-written.
+	retryInterval = time.Second
+
+	// Another program may undo each of the Keeper's writes. After maxRewrites writes of one file the Keeper waits
+	// before it scans again: firstWait, then twice as long after each write, at most maxWait. It counts anew after a
+	// time of quietPeriod without a write.
+	maxRewrites = 5
+	firstWait   = 2 * time.Second
+	maxWait     = time.Minute
+	quietPeriod = 2 * time.Minute
 )
 
-// Keeper keeps the node installed.
+// Keeper keeps the plugin installed on the node while the daemon runs.
 type Keeper struct {
 	Installer
 	Log *slog.Logger
 
 	mu      sync.Mutex
-	looked  bool
-	trouble error // of the last look
+	scanned bool
+	err     error // of the last scan
 }
 
-// Ready reports why the runtime does not use the plugin, as far as is known.
+// Ready returns an error, for the user, if the runtime does not use the plugin as of the last scan.
 func (k *Keeper) Ready() error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if !k.looked {
-		return errors.New("not installed yet")
+	if !k.scanned {
+		return errors.New("the plugin is not installed yet")
 	}
-	return k.trouble
+	return k.err
 }
 
+// interval is the time until the next scan if no event comes before.
 func (k *Keeper) interval() time.Duration {
 	if k.Ready() != nil {
 		return retryInterval
 	}
-	return lookInterval
+	return rescanInterval
 }
 
-// note keeps the outcome of a look, and tells whether it is another than before.
-func (k *Keeper) note(err error) (news bool) {
+// record keeps the outcome of a scan for Ready. It tells whether err is an error that the scan before did not have.
+func (k *Keeper) record(err error) (isNew bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	was := k.trouble
-	k.looked, k.trouble = true, err
-	return err != nil && (was == nil || was.Error() != err.Error())
+	previous := k.err
+	k.scanned, k.err = true, err
+	return err != nil && (previous == nil || previous.Error() != err.Error())
 }
 
-// Run installs, and does so again whenever somebody else undid it, until ctx ends. It leaves everything in place:
-// whoever stops the daemon does not want pods without it.
+// Run installs the plugin, and again whenever another program has undone that, until ctx ends. It uninstalls nothing at
+// its end: a daemon is stopped to be restarted or upgraded, and pods that start meanwhile must be captured too.
 func (k *Keeper) Run(ctx context.Context) error {
 	w, err := fsnotify.NewWatcher()
 	if err != nil {
@@ -70,48 +78,48 @@ func (k *Keeper) Run(ctx context.Context) error {
 	if err := ignoreMissing(os.Remove(k.uninstalledMark())); err != nil {
 		return fmt.Errorf("installing after an uninstall: %w", err)
 	}
-	var f fight
+	var b backoff
 	for {
 		for _, dir := range []string{k.ConfDir, k.BinDir} {
-			_ = w.Add(dir) // again and again: it may have come, or have been replaced
+			_ = w.Add(dir) // at every turn: the directory may have been created or replaced since
 		}
-		if wait := f.rest(time.Now()); wait > 0 {
-			if !pause(ctx, wait) {
-				return nil
-			}
+		if wait := b.wait(time.Now()); wait > 0 && pause.For(ctx, wait) != nil {
+			return nil
 		}
-		k.look(&f)
+		k.rescan(&b)
 		select {
 		case <-ctx.Done():
 			return nil
 		case err := <-w.Errors:
-			k.Log.Warn("watching the CNI directories", "err", err) // the next look will do
+			k.Log.Warn("watching the CNI directories failed", "err", err) // the next scan finds the changes
 		case <-w.Events:
 		case <-time.After(k.interval()):
 		}
 	}
 }
 
-func (k *Keeper) look(f *fight) {
-	written, err := k.unlessUninstalled()
-	if k.note(err) {
+// rescan installs the plugin unless it was uninstalled by hand, and logs the outcome.
+func (k *Keeper) rescan(b *backoff) {
+	written, err := k.installUnlessUninstalled()
+	if k.record(err) {
 		level := slog.LevelError
 		if errors.Is(err, ErrNoNetwork) || errors.Is(err, errUninstalled) {
 			level = slog.LevelInfo
 		}
-		k.Log.Log(context.Background(), level, "not installed", "err", err)
+		k.Log.Log(context.Background(), level, "plugin is not installed", "err", err)
 	}
 	for _, path := range written {
-		k.Log.Info("installed", "file", path)
-		if f.wrote(path, time.Now()) {
-			k.Log.Warn("somebody keeps changing this file; putting it right less and less often", "file", path)
+		k.Log.Info("plugin file installed", "file", path)
+		if b.wrote(path, time.Now()) {
+			k.Log.Warn("another program keeps changing this file; sluiced restores it at growing intervals",
+				"file", path)
 		}
 	}
 }
 
-var errUninstalled = errors.New("uninstalled by hand, until the daemon starts again")
+var errUninstalled = errors.New("`sluiced uninstall` has removed the plugin; restart the daemon to install it again")
 
-func (k *Keeper) unlessUninstalled() (written []string, err error) {
+func (k *Keeper) installUnlessUninstalled() (written []string, err error) {
 	unlock, err := lock(k.StateDir)
 	if err != nil {
 		return nil, err
@@ -120,40 +128,30 @@ func (k *Keeper) unlessUninstalled() (written []string, err error) {
 	if _, err := os.Stat(k.uninstalledMark()); err == nil {
 		return nil, errUninstalled
 	}
-	return k.install()
+	return k.installLocked()
 }
 
-// fight counts how often files had to be written again.
-type fight struct {
-	count map[string]int
-	last  time.Time
-	until time.Time
+// backoff slows the Keeper down when it has to write the same file again and again.
+type backoff struct {
+	writes map[string]int // of each file, since the last quiet period
+	last   time.Time      // the last write of any file
+	until  time.Time      // the end of the wait
 }
 
-// wrote tells whether path was written too often.
-func (f *fight) wrote(path string, now time.Time) bool {
-	if f.count == nil || now.Sub(f.last) > calm {
-		f.count = map[string]int{}
+// wrote counts a write of the file at path. It tells whether that was more than maxRewrites; then it sets the wait.
+func (b *backoff) wrote(path string, now time.Time) (tooOften bool) {
+	if b.writes == nil || now.Sub(b.last) > quietPeriod {
+		b.writes = map[string]int{}
 	}
-	f.last = now
-	f.count[path]++
-	over := f.count[path] - rounds
-	if over <= 0 {
+	b.last = now
+	b.writes[path]++
+	excess := b.writes[path] - maxRewrites
+	if excess <= 0 {
 		return false
 	}
-	f.until = now.Add(min(firstRest<<min(over-1, 10), maxRest))
+	b.until = now.Add(min(firstWait<<min(excess-1, 10), maxWait)) // 10: before the shift overflows
 	return true
 }
 
-func (f *fight) rest(now time.Time) time.Duration { return f.until.Sub(now) }
-
-func pause(ctx context.Context, d time.Duration) (over bool) {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
-}
+// wait is the time to wait at now; it is negative when there is none.
+func (b *backoff) wait(now time.Time) time.Duration { return b.until.Sub(now) }
