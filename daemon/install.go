@@ -13,7 +13,8 @@ import (
 	"github.com/sluice-cni/sluice/plugin/netconf"
 )
 
-// entry is our entry of the conflist, as flags give it. What is left out of it is as the plugin has it by default.
+// entry is the plugin's entry in the conflist, as the flags and the daemon's configuration give it. The plugin has a
+// default for every key that is left out.
 type entry struct {
 	Type              string          `json:"type"`
 	Capabilities      map[string]bool `json:"capabilities"`
@@ -27,37 +28,54 @@ type entry struct {
 	StatusNeedsUpstream bool `json:"statusNeedsUpstream,omitempty"`
 }
 
-// installFlags are the same for every command that installs.
+// installFlags are the flags of the commands that install: run and install.
 type installFlags struct {
 	confDir, binDir, plugin string
 	entry                   entry
 }
 
+// add adds all flags to c. Their defaults are the plugin's.
 func (f *installFlags) add(c *cobra.Command) {
 	defaults, err := netconf.Parse([]byte("{}"))
 	if err != nil {
-		panic(err) // an empty object is one
+		panic(err) // an empty object is always valid
 	}
 	f.paths(c)
-	c.Flags().StringVar(&f.plugin, "plugin", "", "the plugin's binary (default: sluice beside this program)")
-	c.Flags().StringSliceVar(&f.entry.IncludeNamespaces, "include-namespaces", []string{}, "the only namespaces that sluice asks about; empty for all")
-	c.Flags().StringSliceVar(&f.entry.ExcludeNamespaces, "exclude-namespaces", defaults.ExcludeNamespaces, "namespaces that pass through untouched")
-	c.Flags().StringVar(&f.entry.OnDaemonDown, "on-daemon-down", defaults.OnDaemonDown, "hold or fail the pods that are added while the daemon is down")
-	c.Flags().BoolVar(&f.entry.StatusNeedsUpstream, "status-needs-upstream", false, "keep the node from taking pods while the upstream is late; it must be able to start without the pod network")
-	c.Flags().StringVar(&f.entry.Backend, "backend", defaults.Backend, "auto, iptables or nftables")
+	c.Flags().StringVar(&f.plugin, "plugin", "",
+		"`path` of the plugin's binary, which is copied into --cni-bin-dir\n"+
+			"(default: the file sluice in the directory of sluiced)")
+	c.Flags().StringSliceVar(&f.entry.IncludeNamespaces, "include-namespaces", []string{},
+		"comma-separated Kubernetes `namespaces` in which sluice may capture pods; the plugin\n"+
+			"passes pods of all others through unchanged (default: all namespaces)")
+	c.Flags().StringSliceVar(&f.entry.ExcludeNamespaces, "exclude-namespaces", defaults.ExcludeNamespaces,
+		"comma-separated Kubernetes `namespaces` in which the plugin passes pods through\n"+
+			"unchanged, without asking the daemon")
+	c.Flags().StringVar(&f.entry.OnDaemonDown, "on-daemon-down", defaults.OnDaemonDown,
+		"pods that are added while the daemon is down: with hold they start, and their\n"+
+			"connections wait for the daemon; with fail they do not start, and the runtime retries")
+	c.Flags().BoolVar(&f.entry.StatusNeedsUpstream, "status-needs-upstream", false,
+		"let the plugin's STATUS fail while the proxy is late, so that the runtime reports the node\n"+
+			"as not ready and no pods come; the proxy must then start without the pod network\n"+
+			"(default: STATUS does not depend on the proxy)")
+	c.Flags().StringVar(&f.entry.Backend, "backend", defaults.Backend,
+		"how rules are applied in a pod's network namespace: iptables, nftables, or auto, which\n"+
+			"prefers iptables where it works")
 }
 
+// paths adds the flags with the runtime's directories to c.
 func (f *installFlags) paths(c *cobra.Command) {
-	c.Flags().StringVar(&f.confDir, "cni-conf-dir", "/etc/cni/net.d", "where the runtime finds its network configuration")
-	c.Flags().StringVar(&f.binDir, "cni-bin-dir", "/opt/cni/bin", "where the runtime finds CNI plugins")
+	c.Flags().StringVar(&f.confDir, "cni-conf-dir", "/etc/cni/net.d",
+		"`directory` in which the container runtime looks for its network configuration")
+	c.Flags().StringVar(&f.binDir, "cni-bin-dir", "/opt/cni/bin",
+		"`directory` in which the container runtime looks for CNI plugins")
 }
 
-// installer checks the flags.
+// installer checks the flags, and returns the installer and the plugin's parsed entry.
 func (f *installFlags) installer(conf config.Config) (i install.Installer, parsed *netconf.Conf, err error) {
 	if f.plugin == "" {
 		self, err := os.Executable()
 		if err != nil {
-			return i, nil, fmt.Errorf("--plugin: %w", err)
+			return i, nil, fmt.Errorf("--plugin: finding the directory of sluiced: %w", err)
 		}
 		f.plugin = filepath.Join(filepath.Dir(self), "sluice")
 	}
@@ -71,7 +89,9 @@ func (f *installFlags) installer(conf config.Config) (i install.Installer, parse
 	if parsed, err = netconf.Parse(data); err == nil {
 		err = parsed.Validate()
 	}
-	return install.Installer{ConfDir: f.confDir, BinDir: f.binDir, Plugin: f.plugin, Entry: data, StateDir: conf.StateDir}, parsed, err
+	return install.Installer{
+		ConfDir: f.confDir, BinDir: f.binDir, Plugin: f.plugin, Entry: data, StateDir: conf.StateDir,
+	}, parsed, err
 }
 
 func installCommand() *cobra.Command {
@@ -80,9 +100,17 @@ func installCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "install",
 		Short: "Install the plugin on this node, once",
-		Long: "install copies the plugin's binary into the CNI bin directory and puts its entry last into the network\n" +
-			"configuration that the runtime uses. A single .conf becomes a .conflist. `sluiced run --install` does the\n" +
-			"same, and goes on doing it when somebody else changes those files.",
+		Long: `install copies the plugin's binary into the CNI bin directory, and adds the plugin's entry to the network
+configuration that the container runtime uses, as the last plugin of the chain. The configuration of a single
+plugin (.conf or .json) is converted to a .conflist; uninstall restores it. Running install again is harmless.
+
+It needs root. The daemon does the same with the flag --install of "sluiced run", and again whenever another
+program changes these files.`,
+		Example: `  # Install with the defaults: the configuration is /etc/sluice/config.yaml.
+  sluiced install
+
+  # Capture pods of two namespaces only; pods there fail to start while the daemon is down.
+  sluiced install --include-namespaces ci,dev --on-daemon-down fail`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			conf, err := config.Load(file)
@@ -113,10 +141,14 @@ func uninstallCommand() *cobra.Command {
 	var flags installFlags
 	c := &cobra.Command{
 		Use:   "uninstall",
-		Short: "Take the plugin off this node",
-		Long: "uninstall takes sluice's entry out of the network configuration and puts back the file that was there before.\n" +
-			"The plugin's binary stays while pods are attached, because their DEL needs it.",
-		Args: cobra.NoArgs,
+		Short: "Remove the plugin from this node",
+		Long: `uninstall removes sluice's entry from the network configuration, and restores a file that install
+converted. A running daemon does not install the plugin again until it is restarted.
+
+The plugin's binary stays while there are pods that it has attached, because the runtime needs it to remove
+them. Run uninstall again when these pods are gone. It needs root.`,
+		Example: `  sluiced uninstall`,
+		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			conf, err := config.Load(file)
 			if err != nil {
@@ -128,7 +160,8 @@ func uninstallCommand() *cobra.Command {
 				return err
 			}
 			if attachments > 0 {
-				cmd.Printf("uninstalled; the binary stays for the DEL of %d attachments. Run this again when those pods have gone\n", attachments)
+				cmd.Printf("uninstalled, but the plugin's binary stays: the runtime needs it to remove "+
+					"%d attachments. Run this again when their pods are gone\n", attachments)
 			} else {
 				cmd.Println("uninstalled")
 			}

@@ -1,5 +1,6 @@
-// Command sluiced is the node's daemon: it holds the listeners inside the netns of captured pods and relays
-// what arrives there to the node's proxy.
+// Command sluiced is the daemon of a node. It opens listeners in the netns of the pods that the sluice CNI plugin
+// captures, and relays the connections that arrive there to the node's proxy (the upstream). Its commands run the
+// daemon, install and uninstall the plugin, and ask a running daemon for its status.
 package main
 
 import (
@@ -12,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// gitVersion is set when a release is built.
+// gitVersion is set by the linker when a release is built.
 var gitVersion = "dev"
 
 func main() { os.Exit(run()) }
@@ -31,8 +32,14 @@ func command() *cobra.Command {
 	root := &cobra.Command{
 		Use:   "sluiced",
 		Short: "Hold captured pods' connections and relay them to the node's proxy",
-		Long: "sluiced holds listening sockets inside the netns of the pods that the sluice CNI plugin captures, and\n" +
-			"relays what arrives there to the node's proxy. While the proxy is late, connections wait.",
+		Long: `sluiced is the daemon of sluice, which redirects the TCP connections of pods to a proxy on their node.
+
+It opens listening sockets in the network namespaces of the pods that the sluice CNI plugin captures, and
+relays the connections that arrive there to the proxy. While the proxy is late (not started yet, or
+restarting), connections wait and are not refused.
+
+Start it as root on a node, with a configuration file:  sluiced run --config FILE --install
+See the state of the proxy and of each pod:             sluiced status`,
 		Version:           gitVersion,
 		SilenceUsage:      true,
 		SilenceErrors:     true,

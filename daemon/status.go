@@ -19,8 +19,25 @@ func statusCommand() *cobra.Command {
 	var asJSON, ready bool
 	c := &cobra.Command{
 		Use:   "status",
-		Short: "Show the upstream and what waits for it",
-		Args:  cobra.NoArgs,
+		Short: "Show the state of the proxy and of each captured pod",
+		Long: `status asks the running daemon. It shows whether the proxy (the upstream) is ready and for how long, and
+one line for each attachment, that is for each network interface of a pod that the plugin has handled:
+
+  STATE    captured, not captured, or provisional: captured until the daemon knows the pod's labels
+  WAITING  connections that wait for the proxy
+  OPEN     connections that the proxy carries
+  BYTES    bytes relayed in both directions
+
+It fails if the daemon does not answer.`,
+		Example: `  # Show the table.
+  sluiced status
+
+  # Print the number of waiting connections of each pod.
+  sluiced status --json | jq -r '.attachments[] | "\(.pod) \(.waiting)"'
+
+  # Use it as a readiness probe.
+  sluiced status --ready`,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			daemon := attach.NewClient(socket)
 			if ready {
@@ -39,12 +56,16 @@ func statusCommand() *cobra.Command {
 		},
 	}
 	socketFlag(c, &socket)
-	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
-	c.Flags().BoolVar(&ready, "ready", false, "show nothing; fail unless the daemon serves as it should: installed, and in sync with the API server")
+	c.Flags().BoolVar(&asJSON, "json", false, "print the status as JSON (default: a table)")
+	c.Flags().BoolVar(&ready, "ready", false,
+		"print nothing, and fail unless the daemon serves: the plugin is installed (with run --install)\n"+
+			"and the API server has listed the node's pods (with capture.source kubernetes).\n"+
+			"A late proxy is no failure (default: show the status)")
 	return c
 }
 
-// askReady leaves out what takes the daemon time to find: probes ask every few seconds.
+// askReady returns an error unless the daemon is ready. It asks for the status without the attachments, which are
+// costly to collect: probes ask every few seconds.
 func askReady(ctx context.Context, daemon *attach.Client) error {
 	s, err := daemon.Summary(ctx)
 	if err == nil && s.NotReady != "" {
@@ -53,10 +74,13 @@ func askReady(ctx context.Context, daemon *attach.Client) error {
 	return err
 }
 
+// socketFlag adds the flag --agent-socket to c.
 func socketFlag(c *cobra.Command, to *string) {
-	c.Flags().StringVar(to, "agent-socket", attach.DefaultSocket, "the daemon's socket")
+	c.Flags().StringVar(to, "agent-socket", attach.DefaultSocket,
+		"`path` of the daemon's unix socket (agentSocket in its configuration)")
 }
 
+// printStatus writes the status as text: the upstream, its proxies, a table of attachments, and their notes.
 func printStatus(w io.Writer, s attach.Status) error {
 	state := "ready"
 	if !s.Upstream.Ready {
@@ -72,7 +96,8 @@ func printStatus(w io.Writer, s attach.Status) error {
 		if p.Hangs {
 			answers = "; it does NOT ANSWER"
 		}
-		fmt.Fprintf(w, "  proxy %s, for %s: sockets of %d pods, %d connections%s\n", p.Name, age(p.Since), p.Pods, p.Connections, answers)
+		fmt.Fprintf(w, "  proxy %s, for %s: sockets of %d pods, %d connections%s\n",
+			p.Name, age(p.Since), p.Pods, p.Connections, answers)
 	}
 	fmt.Fprintln(w)
 	if s.NotReady != "" {
@@ -85,7 +110,8 @@ func printStatus(w io.Writer, s attach.Status) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "POD\tATTACHMENT\tSTATE\tWAITING\tOPEN\tBYTES")
 	for _, a := range s.Attachments {
-		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%d\t%s\n", a.Pod, shorten(a.Attachment), a.State, a.Waiting, a.Open, size(a.Bytes))
+		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%d\t%s\n",
+			a.Pod, shorten(a.Attachment), a.State, a.Waiting, a.Open, size(a.Bytes))
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -98,7 +124,7 @@ func printStatus(w io.Writer, s attach.Status) error {
 	return nil
 }
 
-// shorten cuts a container ID as the container tools do.
+// shorten cuts the container ID of an attachment to 12 characters, as container tools do.
 func shorten(attachment string) string {
 	id, err := attach.ParseID(attachment)
 	if err != nil || len(id.ContainerID) <= 12 {
@@ -108,6 +134,7 @@ func shorten(attachment string) string {
 	return id.String()
 }
 
+// age is the time since then, to a tenth of a second, or to a second if it is more than a minute.
 func age(since time.Time) string {
 	d := time.Since(since)
 	if d > time.Minute {
@@ -116,7 +143,7 @@ func age(since time.Time) string {
 	return d.Round(100 * time.Millisecond).String()
 }
 
-// size is what fits a column: 512, 1.4k, 23.1M.
+// size is a number of bytes in a few characters, with decimal units: 512, 1.4k, 23.1M.
 func size(n uint64) string {
 	const units = "kMGTPE"
 	if n < 1000 {
