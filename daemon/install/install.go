@@ -212,8 +212,8 @@ func (i Installer) clean(keep string) error {
 	return errors.Join(errs...)
 }
 
-// uninstalledMark is the path of a file whose existence tells a running daemon (`run --install`) not to install again.
-// A daemon that starts removes it, and installs.
+// uninstalledMark is the path of a file that tells a running daemon (`run --install`), by existing, not to install
+// again. A daemon that starts removes it, and installs.
 func (i Installer) uninstalledMark() string { return filepath.Join(i.StateDir, "uninstalled") }
 
 // Uninstall removes the entry, and restores a .conf that was converted to a .conflist. It removes the binary only if

@@ -65,7 +65,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// nodeAt is an installer on a node whose files are in dir.
+// nodeAt is an installer on a node that has its files in dir.
 func nodeAt(dir string) Installer {
 	return Installer{
 		ConfDir: filepath.Join(dir, "net.d"), BinDir: filepath.Join(dir, "bin"), Plugin: filepath.Join(dir, "plugin"),
@@ -465,7 +465,7 @@ func TestConcurrentInstallers(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got := contents(t, i)["10-a.conflist"]; got != bridge {
-		t.Errorf("got %q, want what was there before", got)
+		t.Errorf("got %q, want the file as it was before", got)
 	}
 }
 
@@ -543,7 +543,7 @@ func TestUninstallWhileTheKeeperRuns(t *testing.T) {
 			return errors.Is(k.Ready(), errUninstalled)
 		})
 		if got := contents(t, i)["10-a.conflist"]; got != bridge {
-			t.Errorf("got %q, want what was there before", got)
+			t.Errorf("got %q, want the file as it was before", got)
 		}
 		cancel()
 		if err := <-done; err != nil {

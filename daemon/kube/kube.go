@@ -83,8 +83,8 @@ func New(client kubernetes.Interface, node string, up config.Upstream, log *slog
 	return n, nil
 }
 
-// watch makes an informer factory for the objects in namespace whose field has the value; an empty field matches all.
-// Each kind of object has its own factory, because a factory applies one field selector to everything.
+// watch makes an informer factory for the objects in namespace that have the value in field; an empty field matches
+// all. Each kind of object has its own factory, because a factory applies one field selector to everything.
 func (n *Node) watch(namespace, field, value string) core.Interface {
 	options := []informers.SharedInformerOption{informers.WithNamespace(namespace), informers.WithTransform(strip)}
 	if field != "" {
@@ -225,7 +225,7 @@ func (n *Node) Labels(pod attach.Pod) map[string]string {
 	return facts.Labels
 }
 
-// Running lists the pods that run on this node. A pod whose facts are not known yet is left out until a later change.
+// Running lists the pods that run on this node. A pod is left out while its facts are not known yet.
 func (n *Node) Running() []optin.Running {
 	var running []optin.Running
 	for _, p := range n.scheduled() {

@@ -134,7 +134,7 @@ func TestPodFromTheAPIServer(t *testing.T) {
 func TestChanged(t *testing.T) {
 	t.Parallel()
 	n, client := newNode(t, address, namespace("ci", nil), pod("ci", "web-0", nil))
-	seen := func(what string, change func() error, arrived func(optin.Facts) bool) {
+	seen := func(name string, change func() error, arrived func(optin.Facts) bool) {
 		t.Helper()
 		if err := change(); err != nil {
 			t.Fatal(err)
@@ -147,7 +147,7 @@ func TestChanged(t *testing.T) {
 			select {
 			case <-n.Changed():
 			case <-deadline:
-				t.Fatalf("%s: Changed has not received it", what)
+				t.Fatalf("%s: Changed has not received it", name)
 			}
 		}
 	}

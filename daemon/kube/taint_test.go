@@ -103,7 +103,7 @@ func TestTaintIsRemovedAndAdded(t *testing.T) {
 			return err == nil && len(node.Spec.Taints) == taints
 		})
 	}
-	want := func(what string, patches int, taints ...corev1.Taint) {
+	want := func(step string, patches int, taints ...corev1.Taint) {
 		t.Helper()
 		got, err := client.CoreV1().Nodes().Get(t.Context(), "here", metav1.GetOptions{})
 		if err != nil {
@@ -111,7 +111,7 @@ func TestTaintIsRemovedAndAdded(t *testing.T) {
 		}
 		got.ManagedFields = nil
 		if diff := cmp.Diff(tainted("7", taints...), got); diff != "" {
-			t.Errorf("%s (-want +got):\n%s", what, diff)
+			t.Errorf("%s (-want +got):\n%s", step, diff)
 		}
 		count := 0
 		for _, a := range client.Actions() {
@@ -120,7 +120,7 @@ func TestTaintIsRemovedAndAdded(t *testing.T) {
 			}
 		}
 		if count != patches {
-			t.Errorf("%s: got %d patches, want %d", what, count, patches)
+			t.Errorf("%s: got %d patches, want %d", step, count, patches)
 		}
 	}
 	keep := func(after time.Duration, s attach.Status) {

@@ -1,6 +1,6 @@
 // Package unixsock has the unix sockets over which the programs of one node talk to each other: sockets that only root
-// may use, and file descriptors sent over them (SCM_RIGHTS, unix(7)). The plugin calls the daemon over one, a new daemon
-// takes the listeners of pods from the old one, and proxies take them from the daemon.
+// may use, and file descriptors sent over them (SCM_RIGHTS, unix(7)). The plugin calls the daemon over one, a new
+// daemon takes the listeners of pods from the old one, and proxies take them from the daemon.
 package unixsock
 
 import (
@@ -91,11 +91,11 @@ func peer(c *net.UnixConn) (cred *unix.Ucred, err error) {
 	return cred, errors.Join(cerr, err)
 }
 
-// Send writes a message and descriptors of files, which stay open here. If one of the files is already closed, the error
-// is os.ErrClosed.
+// Send writes a message and descriptors of files, which stay open here. If one of the files is already closed, the
+// error is os.ErrClosed.
 func Send(c *net.UnixConn, message []byte, files []*os.File) error {
-	// Duplicates are sent: while the write blocks, another goroutine may close a file, and the kernel may give its number
-	// to another file.
+	// Duplicates are sent: while the write blocks, another goroutine may close a file, and the kernel may give its
+	// number to another file.
 	var fds []int
 	defer func() {
 		for _, fd := range fds {
@@ -131,9 +131,9 @@ func duplicate(f *os.File) (fd int, err error) {
 // MaxFiles is the largest number of descriptors that one Receive accepts.
 const MaxFiles = 16
 
-// Receive reads one message that Send wrote, into p, and its descriptors, which the caller must close. A message that is
-// longer than p, or has more than MaxFiles descriptors, is an error, and its descriptors are closed. The kernel never
-// delivers the descriptors of two messages with one read.
+// Receive reads one message that Send wrote, into p, and its descriptors, which the caller must close. A message that
+// is longer than p, or has more than MaxFiles descriptors, is an error, and its descriptors are closed. The kernel
+// never delivers the descriptors of two messages with one read.
 func Receive(c *net.UnixConn, p []byte) (n int, files []*os.File, err error) {
 	oob := make([]byte, unix.CmsgSpace(MaxFiles*4))
 	n, oobn, flags, _, err := c.ReadMsgUnix(p, oob)
