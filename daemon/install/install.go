@@ -142,10 +142,10 @@ func (i Installer) convert(conf string) (list string, err error) {
 	}
 	data, err := fromConf(text)
 	if err != nil {
-		return "", fmt.Errorf("%s: %w", conf, err)
+		return "", fmt.Errorf("converting %s to a conflist: %w", conf, err)
 	}
 	if data, err = withEntry(data, i.Entry); err != nil {
-		return "", fmt.Errorf("%s: %w", conf, err)
+		return "", fmt.Errorf("converting %s to a conflist: %w", conf, err)
 	}
 	if have, err := os.ReadFile(list); err == nil && !convertedFrom(have, text) {
 		return "", fmt.Errorf("cannot convert %s to %s: another file has that name", conf, list)
@@ -154,7 +154,7 @@ func (i Installer) convert(conf string) (list string, err error) {
 		return "", err
 	}
 	if err := move(conf, conf+savedSuffix); err != nil {
-		return "", fmt.Errorf("%s: %w", conf, err)
+		return "", fmt.Errorf("saving the converted file: %w", err)
 	}
 	return list, nil
 }
@@ -185,7 +185,7 @@ func (i Installer) edit(path string, change func([]byte) ([]byte, error)) (writt
 	}
 	after, err := change(text)
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
+		return nil, fmt.Errorf("editing %s: %w", path, err)
 	}
 	if bytes.Equal(text, after) {
 		return nil, nil
