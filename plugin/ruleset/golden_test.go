@@ -1,6 +1,7 @@
 package ruleset
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
 	"flag"
@@ -98,10 +99,11 @@ func golden(t *testing.T, name, got string) {
 	}
 }
 
-// TestRevision sees to it that rules which have changed reach pods that are captured already.
+// TestRevision fails when rendered rules change without a new Revision: pods that are captured already would keep the
+// old rules. The sum leaves out comment lines, since a new reason for the same rule replaces nothing in the kernel.
 func TestRevision(t *testing.T) {
 	t.Parallel()
-	const revision, sum = 1, "9d503c77f153f62c"
+	const revision, sum = 1, "9e57819097aa2bf0"
 	paths, err := filepath.Glob("testdata/*.golden")
 	if err != nil {
 		t.Fatal(err)
@@ -112,10 +114,15 @@ func TestRevision(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		h.Write(data)
+		for line := range bytes.Lines(data) {
+			if !bytes.HasPrefix(bytes.TrimSpace(line), []byte("#")) {
+				h.Write(line)
+			}
+		}
 	}
 	if got := hex.EncodeToString(h.Sum(nil))[:16]; got != sum || Revision != revision {
-		t.Errorf("the golden files have the sum %s: if rules have changed raise Revision, and write both down here", got)
+		t.Errorf("the rules in the golden files have the sum %s: if rules have changed, raise Revision and write both here",
+			got)
 	}
 }
 
