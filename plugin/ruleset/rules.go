@@ -17,7 +17,7 @@ func (f Family) String() string { return map[Family]string{IPv4: "IPv4", IPv6: "
 
 func (f Family) has(a netip.Addr) bool { return a.Is4() == (f == IPv4) }
 
-// The one description of the rules, which the backends translate.
+// The types below describe the rules once; each backend translates them.
 
 type table struct {
 	name   string // nat, filter or mangle
@@ -26,19 +26,19 @@ type table struct {
 
 type chain struct {
 	name  string // without the prefix that a backend may give it
-	hook  string // the built-in chain that jumps here; "" if only own chains do
-	via   match  // what that jump is limited to
-	why   string
+	hook  string // the built-in chain that jumps here; "" if only sluice's own chains do
+	via   match  // limits that jump
+	why   string // the reason for the jump
 	rules []rule
 }
 
 type rule struct {
 	match  match
 	target target
-	why    string
+	why    string // its reason; the backends write it as a comment
 }
 
-// match is a conjunction; a zero field does not limit.
+// match is a conjunction of conditions; a zero field matches every packet.
 type match struct {
 	proto    string // tcp or udp
 	in, out  string // interface
@@ -46,10 +46,10 @@ type match struct {
 	dstLocal bool // the destination is an address of this netns
 	dports   PortRange
 	syn      bool // the first segment of a connection
-	invalid  bool // conntrack can make nothing of it
-	dnat     bool // conntrack rewrote the destination: it was redirected
-	direct   bool // entered into conntrack with DirectMark, and not answered yet
-	socket   bool // a socket in this netns would take it
+	invalid  bool // conntrack state INVALID
+	dnat     bool // conntrack rewrote the destination: the packet was redirected
+	direct   bool // sluiced entered it into conntrack with DirectMark, and it has no answer yet
+	socket   bool // a socket in this netns would receive it
 }
 
 // target is what happens to a packet that matches: one of the constants, or the name of a chain.
@@ -63,10 +63,10 @@ const (
 	targetInbound  target = "REDIRECT to the inbound port"
 )
 
-// redirects are the targets that redirect, and the ports they redirect to.
+// redirects maps the targets that redirect to their ports.
 var redirects = map[target]uint16{targetOutbound: OutboundPort, targetInbound: InboundPort}
 
-// Names of the chains, in whichever table.
+// Names of the chains; a name has the same meaning in every table.
 const (
 	chainOutput     = "OUTPUT"
 	chainPrerouting = "PREROUTING"
@@ -76,9 +76,9 @@ const (
 	chainCapture    = "CAPTURE"
 )
 
-// tables describes r for one family, in the order in which the tables go in: what guards the port is
-// there before anything is redirected to it. Without synGate, for kernels that lack the socket match,
-// a SYN that finds no listener is refused by the kernel instead of dropped.
+// tables describes r for one family, in the order in which the tables are installed: the guard of the
+// capture ports is in place before the first connection is redirected to them. synGate is false for
+// kernels that lack the socket match: they refuse a SYN that finds no listener instead of dropping it.
 func (r Ruleset) tables(f Family, synGate bool) []table {
 	return []table{
 		{name: "mangle", chains: []chain{r.inputChain(synGate)}},
@@ -97,12 +97,14 @@ func (r Ruleset) tables(f Family, synGate bool) []table {
 	}
 }
 
-// inputChain guards the capture ports. Without `syn`, connections that a dead daemon held would hang
-// instead of getting their reset.
+// inputChain guards the capture ports. It sees SYNs only: if it dropped later segments too, the connections
+// of a daemon that died would hang instead of getting their reset.
 func (r Ruleset) inputChain(synGate bool) chain {
-	why := "redirected, and somebody listens: let it in"
+	whyReturn := "redirected, and a socket listens: let it in"
+	whyDrop := "not redirected: no direct connections to this port; or no listener: the client sends the SYN again"
 	if !synGate {
-		why = "redirected: let it in (no socket match in this kernel, so no SYN gate)"
+		whyReturn = "redirected: let it in (no socket match in this kernel, so no SYN gate)"
+		whyDrop = "not redirected: no direct connections to this port"
 	}
 	c := chain{
 		name: chainInput, hook: chainInput, via: match{proto: "tcp", syn: true},
@@ -113,8 +115,8 @@ func (r Ruleset) inputChain(synGate bool) chain {
 		redirected := to
 		redirected.dnat, redirected.socket = true, synGate
 		c.rules = append(c.rules,
-			rule{redirected, targetReturn, why},
-			rule{to, targetDrop, "made to the port directly: no way in; or nobody listens: the SYN is sent again"},
+			rule{redirected, targetReturn, whyReturn},
+			rule{to, targetDrop, whyDrop},
 		)
 	}
 	guard(OutboundPort)
@@ -124,10 +126,11 @@ func (r Ruleset) inputChain(synGate bool) chain {
 	return c
 }
 
+// fromPod handles packets that the pod itself sends.
 func (r Ruleset) fromPod(proto string) chain {
 	c := chain{
 		name: chainOutput, hook: chainOutput, via: match{proto: proto},
-		why:   "what the pod sends",
+		why:   "packets that the pod itself sends",
 		rules: []rule{{match{out: "lo"}, targetReturn, "localhost and the pod's own addresses"}},
 	}
 	for _, name := range r.ExcludeInterfaces {
@@ -137,10 +140,10 @@ func (r Ruleset) fromPod(proto string) chain {
 	return c
 }
 
-// fromElsewhere sees what arrives from outside, and from containers nested in the pod: each has a netns of
-// its own behind a bridge in this one, so its packets never pass OUTPUT here.
+// fromElsewhere handles packets that arrive from outside, and from containers nested in the pod. A nested
+// container has a netns of its own behind a bridge in this one, so its packets never pass OUTPUT here.
 func (r Ruleset) fromElsewhere(hook, proto string, inbound []rule) chain {
-	c := chain{name: hook, hook: hook, via: match{proto: proto}, why: "what the pod itself does not send"}
+	c := chain{name: hook, hook: hook, via: match{proto: proto}, why: "packets from outside and from nested containers"}
 	for _, name := range r.ExcludeInterfaces {
 		c.rules = append(c.rules, rule{match{in: name}, targetReturn, "excluded interface"})
 	}
@@ -164,7 +167,7 @@ func (r Ruleset) inbound(f Family) []rule {
 	for _, name := range r.Interfaces {
 		for _, p := range r.ExcludeSources {
 			if f.has(p.Addr()) {
-				rules = append(rules, rule{match{src: p, in: name}, targetReturn, "the node or the proxy itself"})
+				rules = append(rules, rule{match{src: p, in: name}, targetReturn, "from the node or the proxy: not captured"})
 			}
 		}
 		for _, p := range r.InboundPorts {
@@ -176,12 +179,13 @@ func (r Ruleset) inbound(f Family) []rule {
 	return rules
 }
 
-// outbound lets excluded destinations go and hands the included ones to the capture chain.
+// outbound returns excluded destinations and passes the included ones to the capture chain.
 func (r Ruleset) outbound(f Family) chain {
 	c := chain{name: chainOutbound}
 	if up := r.Upstream; up.IsValid() && f.has(up.Addr()) {
+		itself := netip.PrefixFrom(up.Addr(), up.Addr().BitLen())
 		c.rules = append(c.rules, rule{
-			match{proto: "tcp", dst: netip.PrefixFrom(up.Addr(), up.Addr().BitLen()), dports: PortRange{up.Port(), up.Port()}},
+			match{proto: "tcp", dst: itself, dports: PortRange{up.Port(), up.Port()}},
 			targetReturn, "the upstream itself, for pods that use it explicitly",
 		})
 	}
@@ -201,31 +205,35 @@ func (r Ruleset) outbound(f Family) chain {
 	return c
 }
 
-// captureNAT redirects what begins with a SYN. Of a connection that was open before there were rules, conntrack
-// takes the next segment for the first (nf_conntrack_tcp_loose); redirected, it would be answered with a reset.
+// captureNAT redirects connections by their SYN alone. If a connection is older than the rules, conntrack takes its
+// next segment for the first one (nf_conntrack_tcp_loose); redirected, that segment would be answered with a reset.
 func (r Ruleset) captureNAT() chain {
 	return r.capture(nil, rule{match{syn: true}, targetOutbound, "captured"})
 }
 
+// captureFilter rejects QUIC and drops captured TCP that nat did not redirect.
 func (r Ruleset) captureFilter() chain {
 	var first []rule
 	if r.RejectQUIC && r.capturesPort(QUICPort) {
 		first = append(first, rule{
 			match{proto: "udp", dports: PortRange{QUICPort, QUICPort}}, targetReject,
-			"QUIC: refused, so that clients take TCP at once",
+			"QUIC: rejected, so that clients fall back to TCP at once",
 		})
 	}
 	if r.Direct {
-		first = append(first, rule{match{proto: "tcp", syn: true, direct: true}, targetReturn, "sluiced lets it go direct"})
+		direct := match{proto: "tcp", syn: true, direct: true}
+		first = append(first, rule{direct, targetReturn, "sluiced has marked it to go direct"})
 	}
-	first = append(first, rule{match{proto: "tcp", syn: true, dnat: true}, targetReturn, "redirected, on its way to the gate"})
+	redirected := match{proto: "tcp", syn: true, dnat: true}
+	first = append(first, rule{redirected, targetReturn, "redirected, on its way to the gate"})
 	return r.capture(first,
-		rule{match{syn: true}, targetDrop, "not redirected, as to conntrack it belongs to who had the port before: it would leak"},
-		rule{match{invalid: true}, targetDrop, "conntrack calls it INVALID: it would skip nat and leak"},
+		rule{match{syn: true}, targetDrop, "conntrack takes this SYN for an older connection of the port, so nat skipped it: it would leak"},
+		rule{match{invalid: true}, targetDrop, "conntrack state INVALID: it would skip nat and leak"},
 	)
 }
 
-// capture does what acts say to the TCP that the port lists capture and that also matches them.
+// capture has the rules of first, then each of acts for the ports that the port lists capture. An act's own match
+// still holds; capture adds TCP and the port to it.
 func (r Ruleset) capture(first []rule, acts ...rule) chain {
 	c := chain{name: chainCapture, rules: first}
 	for _, p := range r.ExcludePorts {
@@ -233,7 +241,7 @@ func (r Ruleset) capture(first []rule, acts ...rule) chain {
 	}
 	ports := r.IncludePorts
 	if len(ports) == 0 {
-		ports = []PortRange{{}} // does not limit
+		ports = []PortRange{{}} // matches every port
 	}
 	for _, p := range ports {
 		for _, act := range acts {

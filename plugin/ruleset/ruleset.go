@@ -1,22 +1,22 @@
-// Package ruleset is the netfilter rules of one pod netns: what they are, why, and how they get there.
+// Package ruleset describes the netfilter rules of one pod netns, each with its reason, and applies, checks and
+// removes them.
 //
-// A [Ruleset] is plain data. It is turned into tables, chains and rules once (rules.go) and two
-// backends put those into the kernel: iptables (legacy or nft) and nftables. The chains, with the
-// tables they stand in:
+// A [Ruleset] is plain data. It is turned into tables, chains and rules in one place (rules.go), and two
+// backends put those into the kernel: iptables (legacy or nft) and nftables. The chains and their tables:
 //
 //	nat     OUTPUT ─────▶ SLUICE_OUTPUT ─────┐
 //	nat     PREROUTING ─▶ SLUICE_PREROUTING ─┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: REDIRECT to 15001
 //	                           └▶ inbound ports: REDIRECT to 15006
 //	filter  OUTPUT ─────▶ SLUICE_OUTPUT ─────┐
-//	filter  FORWARD ────▶ SLUICE_FORWARD ────┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: nothing that nat has not redirected, no QUIC
+//	filter  FORWARD ────▶ SLUICE_FORWARD ────┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: drop TCP that nat skipped, reject QUIC
 //	mangle  INPUT ──────▶ SLUICE_INPUT: the guard and the SYN gate of ports 15001 and 15006
 //
-// SLUICE_OUTPUT, SLUICE_PREROUTING and SLUICE_FORWARD let go what is not outbound, SLUICE_OUTBOUND what
-// is excluded, and SLUICE_CAPTURE acts. OUTPUT sees what the pod itself sends; PREROUTING and FORWARD
-// what containers nested in the pod send.
+// SLUICE_OUTPUT, SLUICE_PREROUTING and SLUICE_FORWARD return packets that are not outbound, SLUICE_OUTBOUND
+// returns excluded ones, and SLUICE_CAPTURE acts on the rest. OUTPUT sees the packets that the pod itself sends;
+// PREROUTING and FORWARD see those that containers nested in the pod send.
 //
 // The names of the chains that the built-in ones jump to never change: an upgraded sluice must find the
-// jumps that an older one left.
+// jumps that an older version left.
 package ruleset
 
 import (
@@ -35,57 +35,59 @@ const (
 	InboundPort  = 15006
 )
 
-// DirectMark is the conntrack mark, not that of a packet, of connections that sluiced lets go direct. It takes
-// CAP_NET_ADMIN to set one.
+// DirectMark is the mark of the conntrack entry (not of the packets) of a connection that sluiced lets go direct.
+// Setting a conntrack mark takes CAP_NET_ADMIN.
 const DirectMark = 0x3a99
 
 // QUICPort is the UDP port that HTTP/3 uses (RFC 9114, section 3.1.2 leaves others to Alt-Svc).
 const QUICPort = 443
 
-// Revision is raised whenever a Ruleset is rendered as other rules than before: what an earlier version has installed is
-// replaced then.
+// Revision is raised whenever a Ruleset renders to other rules than before: the daemon then replaces the rules that an
+// earlier version installed.
 const Revision = 1
 
 // Ruleset says what is captured in one pod netns.
 type Ruleset struct {
-	// Interfaces are the pod's CNI interfaces. What comes in through them was not sent from
-	// inside the pod and is left alone.
+	// Interfaces are the pod's CNI interfaces. Packets that arrive through them were not sent from
+	// inside the pod and are not captured as outbound.
 	Interfaces []string `json:"interfaces"`
-	// Upstream is the proxy's address where the pod could reach it itself; the zero value if
-	// it could not. A pod that uses the proxy explicitly is not captured on the way there.
+	// Upstream is the proxy's address if the pod can reach the proxy itself; otherwise the zero value.
+	// The pod's own connections to it are not captured, for pods that use the proxy explicitly.
 	Upstream netip.AddrPort `json:"upstream,omitzero"`
 	// IncludePorts are the destination ports that are captured; empty means all.
 	IncludePorts []PortRange `json:"includePorts,omitempty"`
+	// ExcludePorts are destination ports that are not captured, even if IncludePorts has them.
 	ExcludePorts []PortRange `json:"excludePorts,omitempty"`
 	// IncludeCIDRs are the destinations that are captured, of either family; empty means all.
 	IncludeCIDRs []netip.Prefix `json:"includeCIDRs,omitempty"`
+	// ExcludeCIDRs are destinations that are not captured, even if IncludeCIDRs has them.
 	ExcludeCIDRs []netip.Prefix `json:"excludeCIDRs,omitempty"`
-	// ExcludeInterfaces are interfaces in the pod netns: what the pod sends out through them and
-	// what nested containers send in through them is not captured.
+	// ExcludeInterfaces are interfaces in the pod netns: packets that the pod sends out through them
+	// and packets that nested containers send in through them are not captured.
 	ExcludeInterfaces []string `json:"excludeInterfaces,omitempty"`
-	// InboundPorts are the pod's ports to which connections from outside are captured; empty means none.
+	// InboundPorts are ports of the pod: connections from outside to them are captured; empty means none.
 	InboundPorts []PortRange `json:"inboundPorts,omitempty"`
-	// ExcludeSources are where connections to InboundPorts may come from without being captured: the
-	// addresses of the node, whose kubelet probes the pod, and of the proxy, which connects to it in the end.
+	// ExcludeSources are the sources from which connections to InboundPorts are not captured: the addresses
+	// of the node, as its kubelet probes the pod, and of the proxy, as it connects to the pod in the end.
 	ExcludeSources []netip.Prefix `json:"excludeSources,omitempty"`
-	// Direct lets out what sluiced has entered into conntrack with DirectMark.
+	// Direct lets out connections that sluiced has entered into conntrack with DirectMark.
 	Direct bool `json:"direct,omitempty"`
-	// RejectQUIC answers captured UDP 443 with port-unreachable, so that clients take TCP at once.
+	// RejectQUIC answers captured UDP 443 with port-unreachable, so that clients fall back to TCP at once.
 	RejectQUIC bool `json:"rejectQUIC"`
 }
 
-// LinkLocal are the CIDRs that are excluded by default. Relayed from the host, the cloud's metadata
-// service would hand a pod the node's credentials.
+// LinkLocal returns the CIDRs that are excluded by default. If sluiced relayed a connection to the cloud's
+// metadata service from the host, the service would give the pod the node's credentials.
 func LinkLocal() []netip.Prefix {
 	return []netip.Prefix{netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("fe80::/10")}
 }
 
-// Provisional is what a pod gets whose labels are not known: everything, for as long as that lasts.
+// Provisional is the ruleset of a pod with unknown labels: it captures everything until they are known.
 func Provisional(ifName string) Ruleset {
 	return Ruleset{Interfaces: []string{ifName}, ExcludeCIDRs: LinkLocal(), RejectQUIC: true}
 }
 
-// Validate reports the first value that no backend could render faithfully.
+// Validate returns an error that names the first value that a backend could not render faithfully.
 func (r Ruleset) Validate() error {
 	if len(r.Interfaces) == 0 {
 		return fmt.Errorf("interfaces: none given")
@@ -108,10 +110,10 @@ func (r Ruleset) Validate() error {
 	return nil
 }
 
-// capturesPort tells whether the port lists capture p.
+// capturesPort reports whether the port lists capture p.
 func (r Ruleset) capturesPort(p uint16) bool {
 	has := func(ranges []PortRange) bool {
-		return slices.ContainsFunc(ranges, func(x PortRange) bool { return x.First <= p && p <= x.Last })
+		return slices.ContainsFunc(ranges, func(pr PortRange) bool { return pr.First <= p && p <= pr.Last })
 	}
 	return !has(r.ExcludePorts) && (len(r.IncludePorts) == 0 || has(r.IncludePorts))
 }
@@ -155,14 +157,14 @@ func (p PortRange) String() string {
 // MarshalText makes a port range a string in JSON.
 func (p PortRange) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
 
-// UnmarshalText is ParsePortRange.
+// UnmarshalText reads the form that ParsePortRange reads.
 func (p *PortRange) UnmarshalText(b []byte) (err error) {
 	*p, err = ParsePortRange(string(b))
 	return err
 }
 
 // ParseCIDR reads a prefix, or an address that stands for itself alone. Host bits must be zero: a
-// prefix such as 10.1.2.3/8 is more likely a slip than what was meant.
+// prefix such as 10.1.2.3/8 is more likely a mistake than intended.
 func ParseCIDR(s string) (netip.Prefix, error) {
 	if a, err := netip.ParseAddr(s); err == nil && a.Zone() == "" && !a.Is4In6() {
 		return netip.PrefixFrom(a, a.BitLen()), nil
@@ -184,7 +186,7 @@ func ParseCIDR(s string) (netip.Prefix, error) {
 // iptables-restore document, and no trailing '+', which iptables reads as a wildcard.
 var interfaceName = regexp.MustCompile(`^[A-Za-z0-9_.:@-]{1,15}$`)
 
-// ValidateInterface reports a name that cannot be used in a rule.
+// ValidateInterface returns an error for a name that cannot be used in a rule.
 func ValidateInterface(name string) error {
 	if !interfaceName.MatchString(name) {
 		return fmt.Errorf("%q is not an interface name: 1 to 15 letters, digits or any of _ . : @ -", name)
