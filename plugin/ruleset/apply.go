@@ -19,43 +19,44 @@ const (
 	BackendNFTables = "nftables"
 )
 
-// backend puts tables into the kernel. All of it runs on a thread that is in the pod's netns.
+// backend puts tables into the kernel. Its methods run on a thread that is in the pod's netns.
 type backend interface {
 	name() string
-	// apply replaces whatever of ours is there; to apply twice is harmless.
+	// apply installs the tables in place of sluice's present ones; applying twice is harmless.
 	apply(context.Context, Family, []table) error
-	// check describes each difference between the kernel's rules and ours; none is no difference.
+	// check describes each difference between the kernel's rules and the tables; without one it returns none.
 	check(context.Context, Family, []table) ([]string, error)
-	// remove takes away what is there of tables; what is not there is no error.
+	// remove deletes the tables' chains and rules; an absent one is no error.
 	remove(context.Context, Family, []table) error
 }
 
-// Installed is a ruleset as it went into a netns: all that is needed to check, restore or remove it.
+// Installed is a ruleset as it was installed in a netns: enough to check, restore or remove it.
 type Installed struct {
 	Ruleset Ruleset `json:"ruleset"`
-	// Backend is iptables-nft, iptables-legacy, iptables or nftables.
+	// Backend installed it: iptables-nft, iptables-legacy, iptables or nftables.
 	Backend string `json:"backend"`
-	// SYNGate is false where the kernel lacks the socket match: a connection made while nobody
-	// listens is then refused instead of waiting.
+	// SYNGate is false where the kernel lacks the socket match: a connection made while there is no
+	// listener is then refused instead of waiting.
 	SYNGate bool `json:"synGate"`
-	// Revision is that of whoever rendered it.
+	// Revision is the constant Revision of the version that rendered it.
 	Revision int `json:"revision,omitempty"`
-	// IPv6 is false where the netns has no IPv6, or cannot filter it and has no address of it.
+	// IPv6 is false where the kernel runs without IPv6, or cannot filter it and the netns has no global
+	// IPv6 address.
 	IPv6 bool `json:"ipv6"`
 }
 
-func (in Installed) families() []Family {
-	if in.IPv6 {
+func (i Installed) families() []Family {
+	if i.IPv6 {
 		return []Family{IPv4, IPv6}
 	}
 	return []Family{IPv4}
 }
 
-// backends lists what `want` (auto, iptables, nftables, or the name in a record) may use on this node,
-// the best first. An empty list is an error that says what to install.
-func backends(want string) ([]backend, error) {
+// backends lists the backends that name (auto, iptables, nftables, or the name in a record) allows on this
+// node, the best first. It never returns an empty list: the error then says how to get a backend.
+func backends(name string) ([]backend, error) {
 	var found []backend
-	switch want {
+	switch name {
 	case BackendAuto:
 		found = append(findIPTables(), nftablesBackend{})
 	case BackendIPTables:
@@ -63,20 +64,22 @@ func backends(want string) ([]backend, error) {
 	case BackendNFTables:
 		found = []backend{nftablesBackend{}}
 	default:
-		if !strings.HasPrefix(want, "iptables-") {
-			return nil, fmt.Errorf("unknown backend %q", want)
+		if !strings.HasPrefix(name, "iptables-") {
+			return nil, fmt.Errorf("unknown backend %q", name)
 		}
-		found = []backend{iptablesBackend(want)}
+		found = []backend{iptablesBackend(name)}
 	}
 	if len(found) == 0 {
-		return nil, errors.New("no iptables-restore in PATH: install iptables on the node, or set backend to auto or nftables")
+		return nil, errors.New("no iptables-restore in PATH: " +
+			"install iptables on the node, or set backend to auto or nftables")
 	}
 	return found, nil
 }
 
-// Available reports why a backend cannot be used on this node, as far as can be told without a netns.
-func Available(want string) error {
-	candidates, err := backends(want)
+// Available reports why the backend with this name (a value of the configuration key `backend`) cannot be used on
+// this node. It looks at the node only: a netns may still lack a table or a match.
+func Available(name string) error {
+	candidates, err := backends(name)
 	if err != nil {
 		return err
 	}
@@ -86,32 +89,34 @@ func Available(want string) error {
 	return nil
 }
 
-// Apply installs r in the netns at path with the first backend that takes all of it, one atomic step a
-// family. It prefers any backend with a SYN gate to one without. was is what is installed there now, or
-// nil; after an error the netns is as it was.
-func Apply(ctx context.Context, netns string, r Ruleset, want string, was *Installed) (Installed, error) {
+// Apply installs r in the netns at path, in one atomic step for each family. It uses the first backend that name
+// allows and that takes all of r, and prefers every backend with a SYN gate to one without. previous is the ruleset
+// that is installed there now, or nil; its backend is used again, and name is not used then. After an error the netns
+// is as it was.
+func Apply(ctx context.Context, netns string, r Ruleset, name string, previous *Installed) (Installed, error) {
 	if err := r.Validate(); err != nil {
 		return Installed{}, fmt.Errorf("ruleset: %w", err)
 	}
-	if was != nil {
-		want = was.Backend // replaced in place: there is no moment without capture
+	if previous != nil {
+		name = previous.Backend // replaced in place: there is no moment without capture
 	}
-	var in Installed
+	var installed Installed
 	err := within(netns, func() (err error) {
-		in, err = applyHere(ctx, r, want, was)
+		installed, err = applyHere(ctx, r, name, previous)
 		return err
 	})
-	return in, err
+	return installed, err
 }
 
-func applyHere(ctx context.Context, r Ruleset, want string, was *Installed) (Installed, error) {
-	candidates, err := backends(want)
+// applyHere is Apply in the netns of the calling thread.
+func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed) (Installed, error) {
+	candidates, err := backends(name)
 	if err != nil {
 		return Installed{}, err
 	}
 	var failures []error
-	// What can be done without is done without only when no backend has it. IPv6 can be if the netns has no
-	// address of it; one may still come, by router advertisement.
+	// The SYN gate, then IPv6, then both are given up only if no backend can install them. applyWith allows IPv6 to
+	// be given up only if the netns has no global IPv6 address; one may still come, by router advertisement.
 	for _, without := range []struct{ synGate, ipv6 bool }{{}, {synGate: true}, {ipv6: true}, {true, true}} {
 		synGate := !without.synGate
 		for _, b := range candidates {
@@ -123,23 +128,23 @@ func applyHere(ctx context.Context, r Ruleset, want string, was *Installed) (Ins
 				return Installed{Ruleset: r, Backend: b.name(), SYNGate: synGate, Revision: Revision, IPv6: ipv6}, nil
 			}
 			failures = append(failures, fmt.Errorf("%s: %w", b.name(), err))
-			if was == nil {
-				// Some of it may be in. This fails for what fails above, and that is reported.
+			if previous == nil {
+				// Some tables may be installed. If removing fails it fails for the reason above, which is reported.
 				_ = removeWith(ctx, b, []Family{IPv4, IPv6}, nil)
 			}
 		}
 	}
-	failures = failures[len(failures)-len(candidates):] // the round that asked for the least says what stands in the way
-	if was != nil {
-		if _, err := applyWith(ctx, candidates[0], was.Ruleset, was.SYNGate, false); err != nil {
-			failures = append(failures, fmt.Errorf("putting back what was there: %w", err))
+	failures = failures[len(failures)-len(candidates):] // of the last round: it asked for the least
+	if previous != nil {
+		if _, err := applyWith(ctx, candidates[0], previous.Ruleset, previous.SYNGate, false); err != nil {
+			failures = append(failures, fmt.Errorf("putting back the previous ruleset: %w", err))
 		}
 	}
 	return Installed{}, errors.Join(failures...)
 }
 
-// applyWith reports whether IPv6 is covered. Where IPv6 cannot be filtered that is an error if it is needed: by
-// the caller, or by an address in the netns that could be used to go round.
+// applyWith installs r with b and reports whether the rules cover IPv6. If IPv6 cannot be filtered, that is an error
+// if the caller needs it, or if the netns has a global IPv6 address: the pod could bypass capture with that.
 func applyWith(ctx context.Context, b backend, r Ruleset, synGate, needIPv6 bool) (ipv6 bool, err error) {
 	if err := b.apply(ctx, IPv4, r.tables(IPv4, synGate)); err != nil {
 		return false, err
@@ -152,14 +157,14 @@ func applyWith(ctx context.Context, b backend, r Ruleset, synGate, needIPv6 bool
 		if aerr != nil || has || needIPv6 {
 			return false, errors.Join(fmt.Errorf("the pod has an IPv6 address that cannot be captured: %w", err), aerr)
 		}
-		_ = removeWith(ctx, b, []Family{IPv6}, nil) // what went in before it failed; it may fail the same way
+		_ = removeWith(ctx, b, []Family{IPv6}, nil) // the tables before the one that failed; may fail the same way
 		return false, nil
 	}
 	return true, nil
 }
 
-// loopbackUp makes sure of the way that redirected packets take. Runtimes bring lo up themselves, but not
-// every one before the chain runs.
+// loopbackUp brings lo up, since redirected packets take it. Runtimes bring lo up themselves, but not every
+// runtime does so before it runs the chain of plugins.
 func loopbackUp() error {
 	s, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -193,18 +198,19 @@ func hasGlobalIPv6() (bool, error) {
 	return false, nil
 }
 
-// Check describes each difference between what the netns at path holds and what was installed.
-func (in Installed) Check(ctx context.Context, netns string) ([]string, error) {
+// Check describes each difference between the rules in the netns at path and the installed ones, in words for
+// people; without a difference it returns none.
+func (i Installed) Check(ctx context.Context, netns string) ([]string, error) {
 	var drift []string
 	err := within(netns, func() error {
-		candidates, err := backends(in.Backend)
+		candidates, err := backends(i.Backend)
 		if err != nil {
 			return err
 		}
-		for _, f := range in.families() {
-			d, err := candidates[0].check(ctx, f, in.Ruleset.tables(f, in.SYNGate))
+		for _, f := range i.families() {
+			d, err := candidates[0].check(ctx, f, i.Ruleset.tables(f, i.SYNGate))
 			if err != nil {
-				return fmt.Errorf("checking with %s: %w", in.Backend, err)
+				return fmt.Errorf("checking with %s: %w", i.Backend, err)
 			}
 			drift = append(drift, d...)
 		}
@@ -213,19 +219,21 @@ func (in Installed) Check(ctx context.Context, netns string) ([]string, error) {
 	return drift, err
 }
 
-// Remove takes every rule of ours out of the netns at path. Capture ends first; released, if given, then
-// runs in the netns, before the gate goes: that is when the conntrack entries of connections that still
-// wait must be dropped, or their next SYN follows a stale entry to a closed port and is refused.
-func (in Installed) Remove(ctx context.Context, netns string, released func() error) error {
+// Remove deletes every rule of sluice from the netns at path. Capture ends first; then released, if it is not nil,
+// runs in the netns, while the SYN gate still stands. This is the time to delete the conntrack entries of waiting
+// connections: without that their next SYN follows a stale entry to a closed port and is refused.
+func (i Installed) Remove(ctx context.Context, netns string, released func() error) error {
 	return within(netns, func() error {
-		candidates, err := backends(in.Backend)
+		candidates, err := backends(i.Backend)
 		if err != nil {
 			return err
 		}
-		return removeWith(ctx, candidates[0], in.families(), released)
+		return removeWith(ctx, candidates[0], i.families(), released)
 	})
 }
 
+// removeWith deletes the tables that capture, runs released, and then deletes the table of the guard, which tables
+// puts first.
 func removeWith(ctx context.Context, b backend, families []Family, released func() error) error {
 	var errs []error
 	remove := func(tables func(Family) []table) {
@@ -235,7 +243,7 @@ func removeWith(ctx context.Context, b backend, families []Family, released func
 			}
 		}
 	}
-	var empty Ruleset // which chains there are does not depend on what is captured
+	var empty Ruleset // every ruleset has the same chains
 	remove(func(f Family) []table { return empty.tables(f, true)[1:] })
 	if released != nil {
 		errs = append(errs, released())
@@ -244,6 +252,7 @@ func removeWith(ctx context.Context, b backend, families []Family, released func
 	return errors.Join(errs...)
 }
 
+// within runs do on a thread that is in the netns at path.
 func within(netns string, do func() error) error {
 	if err := ns.WithNetNSPath(netns, func(ns.NetNS) error { return do() }); err != nil {
 		return fmt.Errorf("in netns %s: %w", netns, err)

@@ -17,11 +17,11 @@ import (
 	"github.com/coreos/go-iptables/iptables"
 )
 
-// iptablesBackend is one flavour of the iptables tools; its name is that of the command:
-// iptables-nft, iptables-legacy, or iptables where there is only one.
+// iptablesBackend is one flavour of the iptables tools, named by its command: iptables-nft, iptables-legacy,
+// or iptables where there is only one.
 type iptablesBackend string
 
-// chainPrefix keeps our chains apart from the built-in ones and from anybody else's.
+// chainPrefix tells sluice's chains from the built-in ones and from those of other programs.
 const chainPrefix = "SLUICE_"
 
 // lockWait bounds how long the tools wait for the xtables lock, in seconds.
@@ -43,7 +43,7 @@ func findIPTables() []backend {
 			}
 		}
 	}
-	// Tables that the legacy tools use in this netns; absent where the kernel has none.
+	// The file lists the tables that the legacy tools use in this netns; absent if the kernel has no such tables.
 	if names, err := os.ReadFile("/proc/thread-self/net/ip_tables_names"); err == nil && len(names) > 0 {
 		add("iptables-legacy")
 	}
@@ -53,8 +53,8 @@ func findIPTables() []backend {
 	return found
 }
 
-// flavour resolves the alternative that `iptables` stands for today, so that what is recorded still
-// names the same rules when the alternative is switched.
+// flavour resolves the alternative that `iptables` stands for now. A record with the resolved name still leads to the
+// same rules after the administrator has switched the alternative.
 func flavour(path string) string {
 	target, err := filepath.EvalSymlinks(path)
 	if err != nil {
@@ -70,7 +70,7 @@ func flavour(path string) string {
 	return "iptables"
 }
 
-// tool is the flavour's command for one family.
+// tool returns the flavour's command for one family.
 func (b iptablesBackend) tool(f Family) string {
 	if f == IPv6 {
 		return strings.Replace(string(b), "iptables", "ip6tables", 1)
@@ -78,36 +78,35 @@ func (b iptablesBackend) tool(f Family) string {
 	return string(b)
 }
 
-// apply assumes a netns without our chains, as nearly every pod's is: the document that creates them
-// fails without them being new, and only then is it worth looking at what is there.
+// apply first assumes a netns without sluice's chains, since nearly every new pod has such a netns. The document that
+// creates the chains fails if one exists, and only then does apply spend the time to read the present state.
 func (b iptablesBackend) apply(ctx context.Context, f Family, tables []table) error {
-	fresh := func(table) (tableState, error) { return tableState{}, nil }
-	first, err := document(f, tables, fresh)
+	empty := func(table) (tableState, error) { return tableState{}, nil }
+	first, err := document(f, tables, empty)
 	if err != nil {
 		return err
 	}
-	ferr := b.restore(ctx, f, first)
-	if ferr == nil {
+	firstErr := b.restore(ctx, f, first)
+	if firstErr == nil {
 		return nil
 	}
-	again, err := document(f, tables, func(t table) (tableState, error) { return b.look(f, t) })
+	again, err := document(f, tables, func(t table) (tableState, error) { return b.readState(f, t) })
 	if err != nil {
-		return errors.Join(ferr, err)
+		return errors.Join(firstErr, err)
 	}
 	if bytes.Equal(first, again) {
-		return ferr
+		return firstErr
 	}
 	return b.restore(ctx, f, again)
 }
 
-// tableState is what one table holds of ours: our chains, and for each built-in chain its rules as
-// `iptables -S` prints them.
+// tableState is the present content of one table, as far as sluice's rules depend on it.
 type tableState struct {
-	chains map[string]bool
-	hooks  map[string][]string
+	chains map[string]bool     // every chain by its name; true if it is sluice's
+	hooks  map[string][]string // the rules of built-in chains that sluice jumps from, as `iptables -S` prints them
 }
 
-func (b iptablesBackend) look(f Family, t table) (tableState, error) {
+func (b iptablesBackend) readState(f Family, t table) (tableState, error) {
 	state := tableState{map[string]bool{}, map[string][]string{}}
 	ipt, err := b.open(f)
 	if err != nil {
@@ -143,7 +142,7 @@ func (b iptablesBackend) open(f Family) (*iptables.IPTables, error) {
 	return ipt, nil
 }
 
-// list is the rules of one chain, without the line that declares it.
+// list returns the rules of one chain, without the line that declares it.
 func (b iptablesBackend) list(ipt *iptables.IPTables, f Family, table, chain string) ([]string, error) {
 	lines, err := ipt.List(table, chain)
 	if err != nil {
@@ -152,7 +151,7 @@ func (b iptablesBackend) list(ipt *iptables.IPTables, f Family, table, chain str
 	return slices.DeleteFunc(lines, func(l string) bool { return !strings.HasPrefix(l, "-A ") }), nil
 }
 
-// restore hands a document to iptables-restore. Each table of it is replaced in one step.
+// restore passes a document to iptables-restore, which commits each table in one step.
 func (b iptablesBackend) restore(ctx context.Context, f Family, doc []byte) error {
 	name := b.tool(f) + "-restore"
 	cmd := exec.CommandContext(ctx, name, "--noflush", "--wait", strconv.Itoa(lockWait))
@@ -166,7 +165,7 @@ func (b iptablesBackend) restore(ctx context.Context, f Family, doc []byte) erro
 
 var failedLine = regexp.MustCompile(`line:? (\d+)`)
 
-// explain puts the rule beside the number of the line that iptables-restore complains about.
+// explain adds the rule to the line number in an error of iptables-restore.
 func explain(doc, out []byte) string {
 	text := strings.Join(strings.Fields(string(out)), " ")
 	if m := failedLine.FindStringSubmatch(text); m != nil {
@@ -178,7 +177,7 @@ func explain(doc, out []byte) string {
 	return text
 }
 
-// document renders tables for iptables-restore --noflush. state tells what of them is there already.
+// document renders tables for iptables-restore --noflush. state returns the present content of a table.
 func document(f Family, tables []table, state func(table) (tableState, error)) ([]byte, error) {
 	var doc bytes.Buffer
 	for _, t := range tables {
@@ -189,7 +188,7 @@ func document(f Family, tables []table, state func(table) (tableState, error)) (
 		fmt.Fprintf(&doc, "*%s\n", t.name)
 		for _, c := range t.chains {
 			if have.chains[chainPrefix+c.name] {
-				fmt.Fprintf(&doc, ":%s%s - [0:0]\n", chainPrefix, c.name) // flushes it
+				fmt.Fprintf(&doc, ":%s%s - [0:0]\n", chainPrefix, c.name) // flushes the chain
 			} else {
 				fmt.Fprintf(&doc, "-N %s%s\n", chainPrefix, c.name)
 			}
@@ -208,7 +207,7 @@ func document(f Family, tables []table, state func(table) (tableState, error)) (
 			if len(rules) > 0 && rules[0] == jump {
 				continue
 			}
-			if slices.Contains(rules, jump) { // behind a rule that may let packets go
+			if slices.Contains(rules, jump) { // not the first: a rule before it may let packets out
 				fmt.Fprintf(&doc, "-D%s\n", strings.TrimPrefix(jump, "-A"))
 			}
 			fmt.Fprintf(&doc, "# %s\n-I%s\n", c.why, strings.TrimPrefix(jump, "-A"))
@@ -218,7 +217,7 @@ func document(f Family, tables []table, state func(table) (tableState, error)) (
 	return doc.Bytes(), nil
 }
 
-// appendRule writes a rule exactly as `iptables -S` prints it, so that listing is enough to check.
+// appendRule writes a rule exactly as `iptables -S` prints it, so that check can compare text.
 func appendRule(f Family, chain string, m match, t target) string {
 	w := []string{"-A", chain}
 	add := func(words ...string) { w = append(w, words...) }
@@ -259,7 +258,7 @@ func appendRule(f Family, chain string, m match, t target) string {
 		add("-m", "conntrack", "--ctstate", "NEW", "-m", "connmark", "--mark", fmt.Sprintf("0x%x", DirectMark))
 	}
 	if m.socket {
-		add("-m", "socket", "--nowildcard") // listeners bound to any address count too
+		add("-m", "socket", "--nowildcard") // without --nowildcard, listeners on any address do not match
 	}
 	switch t {
 	case targetReturn, targetDrop:
@@ -275,7 +274,7 @@ func appendRule(f Family, chain string, m match, t target) string {
 	return strings.Join(w, " ")
 }
 
-// prefix writes an IPv6 address that has an IPv4 one in it as inet_ntop(3) does.
+// prefix writes an IPv4-compatible IPv6 address as inet_ntop(3) does, with the IPv4 address in dotted decimals.
 func prefix(p netip.Prefix) string {
 	b := p.Addr().As16()
 	if p.Addr().Is6() && [12]byte(b[:12]) == [12]byte{} && (b[12] != 0 || b[13] != 0) {
@@ -291,7 +290,7 @@ func (b iptablesBackend) check(_ context.Context, f Family, tables []table) ([]s
 	}
 	var drift []string
 	for _, t := range tables {
-		state, err := b.look(f, t)
+		state, err := b.readState(f, t)
 		if err != nil {
 			return nil, err
 		}
@@ -324,9 +323,9 @@ func (b iptablesBackend) check(_ context.Context, f Family, tables []table) ([]s
 	return drift, nil
 }
 
-// remove assumes that all of ours is there, and looks only if it is not.
+// remove first assumes that every chain and jump of sluice is present, and reads the present state only if that fails.
 func (b iptablesBackend) remove(ctx context.Context, f Family, tables []table) error {
-	whole := func(t table) (tableState, error) {
+	complete := func(t table) (tableState, error) {
 		s := tableState{map[string]bool{}, map[string][]string{}}
 		for _, c := range t.chains {
 			s.chains[chainPrefix+c.name] = true
@@ -336,21 +335,21 @@ func (b iptablesBackend) remove(ctx context.Context, f Family, tables []table) e
 		}
 		return s, nil
 	}
-	doc, err := removal(tables, whole)
+	doc, err := removal(tables, complete)
 	if err != nil {
 		return err
 	}
 	if b.restore(ctx, f, doc) == nil {
 		return nil
 	}
-	doc, err = removal(tables, func(t table) (tableState, error) { return b.look(f, t) })
+	doc, err = removal(tables, func(t table) (tableState, error) { return b.readState(f, t) })
 	if err != nil {
 		return err
 	}
 	return b.restore(ctx, f, doc)
 }
 
-// removal renders what takes away every chain of ours and every jump to one, whatever is in them.
+// removal renders the document that deletes every chain of sluice and every jump to one, with any rules in them.
 func removal(tables []table, state func(table) (tableState, error)) ([]byte, error) {
 	var doc bytes.Buffer
 	for _, t := range slices.Backward(tables) {
@@ -367,13 +366,13 @@ func removal(tables []table, state func(table) (tableState, error)) ([]byte, err
 			}
 		}
 		var ours []string
-		for name, is := range have.chains {
-			if is {
+		for name, isOurs := range have.chains {
+			if isOurs {
 				ours = append(ours, name)
 			}
 		}
 		slices.Sort(ours)
-		for _, verb := range []string{"-F", "-X"} { // they refer to each other: empty all, then delete
+		for _, verb := range []string{"-F", "-X"} { // the chains refer to each other: flush all, then delete
 			for _, name := range ours {
 				fmt.Fprintf(&doc, "%s %s\n", verb, name)
 			}
@@ -383,7 +382,7 @@ func removal(tables []table, state func(table) (tableState, error)) ([]byte, err
 	return doc.Bytes(), nil
 }
 
-// diff names every rule that is missing, changed or not ours, in chain order.
+// diff names every rule that is missing, changed or foreign, in chain order.
 func diff(where string, got, want []string) []string {
 	var drift []string
 	for _, w := range want {

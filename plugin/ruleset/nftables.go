@@ -18,22 +18,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// nftablesBackend speaks netlink itself and needs no binary on the node. For each table of ours it
-// makes one of its own, named sluice-TABLE, so that to remove or to replace is one operation.
+// nftablesBackend speaks netlink itself and needs no binary on the node. It makes a table sluice-TABLE for each
+// table of the description, so that removing or replacing one is a single operation.
 type nftablesBackend struct{}
 
 const nftTablePrefix = "sluice-"
 
 func (nftablesBackend) name() string { return BackendNFTables }
 
-// nftablesWorks reports a kernel without nftables.
+// nftablesWorks returns an error if the kernel has no nftables.
 func nftablesWorks() error {
 	conn, err := nftables.New()
 	if err != nil {
 		return fmt.Errorf("opening nftables: %w", err)
 	}
 	if _, err := conn.ListTablesOfFamily(nftables.TableFamilyIPv4); err != nil {
-		return fmt.Errorf("nftables is the only backend here, and this kernel does not answer: %w", err)
+		return fmt.Errorf("nftables is the only backend on this node, and the kernel does not serve it: %w", err)
 	}
 	return nil
 }
@@ -45,7 +45,7 @@ func nftFamily(f Family) nftables.TableFamily {
 	return nftables.TableFamilyIPv4
 }
 
-// nftHooks are the built-in chains: same hook and priority as those of iptables.
+// nftHooks gives the chains that stand for iptables' built-in ones the same hooks and priorities.
 var nftHooks = map[string]map[string]struct {
 	kind     nftables.ChainType
 	hook     *nftables.ChainHook
@@ -72,14 +72,14 @@ func (nftablesBackend) remove(_ context.Context, f Family, tables []table) error
 	return replaceTables(f, tables, nil)
 }
 
-// replaceTables deletes those of old that are there and adds fresh, in one transaction.
+// replaceTables deletes the tables of old that exist and adds those of fresh, in one transaction.
 func replaceTables(f Family, old, fresh []table) error {
-	conn, err := nftables.New(nftables.AsLasting()) // the socket stays in the netns that it was opened in
+	conn, err := nftables.New(nftables.AsLasting()) // a lasting socket stays in the netns in which it was opened
 	if err != nil {
 		return fmt.Errorf("opening nftables: %w", err)
 	}
-	// Every one of the many answers is awaited with the help of a goroutine. To change to one from a locked
-	// thread and back takes two switches of threads, so none of it is done on this one.
+	// The library waits for each of the many answers with the help of a goroutine. This goroutine is locked to its
+	// thread (ns.Do), so each answer would cost two switches of threads here; transact runs on another.
 	done := make(chan error)
 	go func() { done <- transact(conn, f, old, fresh) }()
 	if err := errors.Join(<-done, conn.CloseLasting()); err != nil {
@@ -94,8 +94,8 @@ func transact(conn *nftables.Conn, f Family, old, fresh []table) error {
 		return fmt.Errorf("listing tables: %w", err)
 	}
 	for _, t := range old {
-		// Only what is there, not add-then-delete: closing the socket waits for what was deleted to be freed,
-		// a grace period of RCU (nft_rcv_nl_event, net/netfilter/nf_tables_api.c), and that is 10 ms and more.
+		// Only existing tables, not add-then-delete: closing the socket waits until deleted tables are freed, a
+		// grace period of RCU (nft_rcv_nl_event, net/netfilter/nf_tables_api.c), which takes 10 ms or more.
 		if slices.ContainsFunc(have, func(h *nftables.Table) bool { return h.Name == nftTablePrefix+t.name }) {
 			conn.DelTable(nftTable(f, t))
 		}
@@ -123,7 +123,9 @@ func addTable(conn *nftables.Conn, f Family, t table) {
 			continue
 		}
 		h := nftHooks[t.name][c.hook]
-		base := conn.AddChain(&nftables.Chain{Table: nt, Name: c.hook, Type: h.kind, Hooknum: h.hook, Priority: h.priority})
+		base := conn.AddChain(&nftables.Chain{
+			Table: nt, Name: c.hook, Type: h.kind, Hooknum: h.hook, Priority: h.priority,
+		})
 		conn.AddRule(nftRule(f, nt, base.Name, rule{c.via, target(c.name), c.why}))
 	}
 }
@@ -163,7 +165,7 @@ func checkChain(conn *nftables.Conn, f Family, nt *nftables.Table, chain string,
 	if err != nil {
 		return nil, fmt.Errorf("listing %s: %w", where, err)
 	}
-	// Rules are compared as expressions, and named as iptables would write them.
+	// Rules are compared as expressions, and reported as iptables would write them.
 	got := make([]string, len(have))
 	for i, h := range have {
 		got[i] = fmt.Sprintf("a rule that is not ours, handle %d", h.Handle)
@@ -180,13 +182,13 @@ func checkChain(conn *nftables.Conn, f Family, nt *nftables.Table, chain string,
 	return diff(where, got, want), nil
 }
 
-// readable leaves out the expression that google/nftables v0.3.0 writes but skips when it reads a rule.
-// What compares its result stays, so a rule without it is still told apart.
+// readable leaves out the socket expression, which google/nftables v0.3.0 writes but skips when it reads a rule.
+// The comparison of its result stays, so a rule without the socket match still differs.
 func readable(e []expr.Any) []expr.Any {
-	return slices.DeleteFunc(e, func(x expr.Any) bool { _, is := x.(*expr.Socket); return is })
+	return slices.DeleteFunc(e, func(x expr.Any) bool { _, isSocket := x.(*expr.Socket); return isSocket })
 }
 
-// nftRule translates one rule. Its reason travels along as the comment that `nft list` shows.
+// nftRule translates one rule. The rule's reason becomes the comment that `nft list` shows.
 func nftRule(f Family, nt *nftables.Table, chain string, r rule) *nftables.Rule {
 	return &nftables.Rule{
 		Table: nt, Chain: &nftables.Chain{Table: nt, Name: chain},
@@ -195,7 +197,7 @@ func nftRule(f Family, nt *nftables.Table, chain string, r rule) *nftables.Rule 
 	}
 }
 
-// reg is the register that every match loads into: none needs two values at once.
+// reg is the register that every match loads into: no match needs two values at once.
 const reg = 1
 
 func nftMatch(f Family, m match) []expr.Any {
@@ -215,7 +217,8 @@ func nftMatch(f Family, m match) []expr.Any {
 		add(nftAddress(m.dst, map[Family]uint32{IPv4: 16, IPv6: 24}[f])...)
 	}
 	if m.dstLocal {
-		add(&expr.Fib{Register: reg, FlagDADDR: true, ResultADDRTYPE: true}, equal(binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL)))
+		add(&expr.Fib{Register: reg, FlagDADDR: true, ResultADDRTYPE: true},
+			equal(binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL)))
 	}
 	if m.proto != "" {
 		number := map[string]byte{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP}[m.proto]
@@ -223,7 +226,8 @@ func nftMatch(f Family, m match) []expr.Any {
 	}
 	if m.dports != (PortRange{}) {
 		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2})
-		first, last := binary.BigEndian.AppendUint16(nil, m.dports.First), binary.BigEndian.AppendUint16(nil, m.dports.Last)
+		first := binary.BigEndian.AppendUint16(nil, m.dports.First)
+		last := binary.BigEndian.AppendUint16(nil, m.dports.Last)
 		if m.dports.First == m.dports.Last {
 			add(equal(first))
 		} else {
@@ -233,7 +237,9 @@ func nftMatch(f Family, m match) []expr.Any {
 	if m.syn {
 		const flags, fin, syn, rst, ack = 13, 1, 2, 4, 16 // RFC 9293, section 3.1
 		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: flags, Len: 1},
-			&expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 1, Mask: []byte{fin | syn | rst | ack}, Xor: []byte{0}},
+			&expr.Bitwise{
+				SourceRegister: reg, DestRegister: reg, Len: 1, Mask: []byte{fin | syn | rst | ack}, Xor: []byte{0},
+			},
 			equal([]byte{syn}))
 	}
 	if m.invalid {
@@ -248,14 +254,15 @@ func nftMatch(f Family, m match) []expr.Any {
 		add(&expr.Ct{Key: expr.CtKeyMARK, Register: reg}, equal(binaryutil.NativeEndian.PutUint32(DirectMark)))
 	}
 	if m.socket {
-		// Any answer will do: without a socket the rule does not match. Not `transparent`, which
-		// would also answer for a socket in TIME_WAIT that no listener stands behind.
-		add(&expr.Socket{Key: expr.SocketKeyWildcard, Register: reg}, &expr.Cmp{Op: expr.CmpOpLte, Register: reg, Data: []byte{1}})
+		// Both values of `wildcard`, 0 and 1, match; without a socket the expression ends the rule. The key
+		// `transparent` would also load a value for a socket in TIME_WAIT, even if there is no listener.
+		add(&expr.Socket{Key: expr.SocketKeyWildcard, Register: reg},
+			&expr.Cmp{Op: expr.CmpOpLte, Register: reg, Data: []byte{1}})
 	}
 	return e
 }
 
-// nftAddress matches an address at an offset in the IP header.
+// nftAddress matches an address at an offset, in bytes, in the IP header.
 func nftAddress(p netip.Prefix, offset uint32) []expr.Any {
 	size := uint32(p.Addr().BitLen() / 8)
 	e := []expr.Any{&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: size}}
@@ -268,16 +275,19 @@ func nftAddress(p netip.Prefix, offset uint32) []expr.Any {
 	return append(e, &expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: p.Addr().AsSlice()})
 }
 
-// nftBit matches when a bit of a conntrack key is set.
+// nftBit matches if a bit of a conntrack key is set.
 func nftBit(key expr.CtKey, bit uint32) []expr.Any {
 	return []expr.Any{
 		&expr.Ct{Key: key, Register: reg},
-		&expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(bit), Xor: make([]byte, 4)},
+		&expr.Bitwise{
+			SourceRegister: reg, DestRegister: reg, Len: 4,
+			Mask: binaryutil.NativeEndian.PutUint32(bit), Xor: make([]byte, 4),
+		},
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: reg, Data: make([]byte, 4)},
 	}
 }
 
-// nftInterface is a name as the kernel compares it: all IFNAMSIZ bytes.
+// nftInterface pads a name to the IFNAMSIZ bytes that the kernel compares.
 func nftInterface(name string) []byte {
 	return append([]byte(name), strings.Repeat("\x00", unix.IFNAMSIZ-len(name))...)
 }
