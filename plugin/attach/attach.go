@@ -1,5 +1,5 @@
-// Package attach is what plugin and daemon have in common: an attachment, its record on disk, and the
-// words they say to each other over the agent socket.
+// Package attach holds the common ground of plugin and daemon: the attachment, its record on disk, and the
+// requests and answers on the agent socket.
 package attach
 
 import (
@@ -13,7 +13,11 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// ID names an attachment: the CNI spec's key of everything that was added.
+// AnnotationPrefix begins the key of each pod annotation that sluice reads. Annotations with other prefixes belong to
+// other programs.
+const AnnotationPrefix = "sluice.dev/"
+
+// ID names an attachment by the CNI spec's key: CNI_CONTAINERID and CNI_IFNAME.
 type ID struct {
 	ContainerID string `json:"containerID"`
 	IfName      string `json:"ifName"`
@@ -21,21 +25,21 @@ type ID struct {
 
 func (id ID) String() string { return id.ContainerID + "/" + id.IfName }
 
-// ParseID reads what String writes.
+// ParseID reads the form that String writes.
 func ParseID(s string) (ID, error) {
-	c, i, _ := strings.Cut(s, "/")
-	id := ID{ContainerID: c, IfName: i}
+	container, ifName, _ := strings.Cut(s, "/")
+	id := ID{ContainerID: container, IfName: ifName}
 	return id, id.Validate()
 }
 
-// containerID is what the CNI spec allows. Lengths are checked apart: to compile `{0,199}` takes 0.5 ms, at
-// every start of the plugin.
+// containerID matches the container IDs that the CNI spec allows. The length is checked separately: compiling
+// `{0,199}` would take 0.5 ms at every start of the plugin.
 var containerID = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
 
-// maxContainerID keeps a record's file name a file name.
+// maxContainerID, in bytes, keeps the name of a record's file within the 255 bytes of NAME_MAX.
 const maxContainerID = 200
 
-// Validate reports an ID that cannot be a file name or stand in a rule.
+// Validate returns an error for an ID that cannot be part of a file name or of a rule.
 func (id ID) Validate() error {
 	if len(id.ContainerID) > maxContainerID || !containerID.MatchString(id.ContainerID) {
 		return fmt.Errorf("container ID %q: want 1 to 200 letters, digits, '_', '.' or '-'", id.ContainerID)
@@ -43,7 +47,7 @@ func (id ID) Validate() error {
 	return ruleset.ValidateInterface(id.IfName)
 }
 
-// Pod is who a connection belongs to. All of it is empty where the runtime names no pod.
+// Pod names the pod of an attachment (K8S_POD_* in CNI_ARGS). Every field is empty if the runtime names no pod.
 type Pod struct {
 	Namespace string `json:"namespace,omitempty"`
 	Name      string `json:"name,omitempty"`
@@ -57,13 +61,13 @@ func (p Pod) String() string {
 	return p.Namespace + "/" + p.Name
 }
 
-// podWord is what Kubernetes and podman use in names, and what can stand in a header.
+// podWord matches the names that Kubernetes and podman use; all of its characters are allowed in a header.
 var podWord = regexp.MustCompile(`^[a-zA-Z0-9_.-]*$`)
 
-// maxPodWord is the longest name that Kubernetes has (RFC 1123 subdomain).
+// maxPodWord is the length of the longest name that Kubernetes allows (RFC 1123 subdomain).
 const maxPodWord = 253
 
-// Validate reports a value that a header or an event could not carry.
+// Validate returns an error for a value that a header or an event could not carry.
 func (p Pod) Validate() error {
 	for _, w := range []struct{ key, value string }{{"namespace", p.Namespace}, {"name", p.Name}, {"UID", p.UID}} {
 		if len(w.value) > maxPodWord || !podWord.MatchString(w.value) {
@@ -76,13 +80,14 @@ func (p Pod) Validate() error {
 // Attachment is one CNI (containerID, ifname) that the plugin was asked to add, captured or not.
 type Attachment struct {
 	ID
-	// Network is the name of the network configuration; GC is for one network at a time.
+	// Network is the name of the network configuration; a GC is for one network.
 	Network string `json:"network"`
 	// Netns is the path of the pod's network namespace.
-	Netns string       `json:"netns"`
-	Pod   Pod          `json:"pod"`
-	IPs   []netip.Addr `json:"ips"`
-	// Annotations are the pod's, where the runtime hands them to plugins.
+	Netns string `json:"netns"`
+	Pod   Pod    `json:"pod"`
+	// IPs are the addresses in prevResult.
+	IPs []netip.Addr `json:"ips"`
+	// Annotations are the pod's annotations with AnnotationPrefix, if the runtime passes annotations to plugins.
 	Annotations map[string]string `json:"annotations,omitempty"`
 }
 
@@ -93,7 +98,7 @@ func (a Attachment) String() string {
 	return a.Pod.String() + " (" + a.ID.String() + ")"
 }
 
-// Validate reports the first value that is not one.
+// Validate returns an error that names the first missing or invalid value.
 func (a Attachment) Validate() error {
 	if a.Netns == "" {
 		return errors.New("no netns path")
@@ -104,54 +109,58 @@ func (a Attachment) Validate() error {
 	return a.Pod.Validate()
 }
 
-// State is what is done with an attachment.
+// State says whether an attachment is captured.
 type State string
 
-// The states. A record that is neither captured nor passed waits for the daemon to decide.
+// The states.
 const (
 	Captured    State = "captured"
-	Provisional State = "provisional" // captured until the daemon knows
+	Provisional State = "provisional" // captured until the daemon has decided
 	Passed      State = "not captured"
 )
 
-// Record is an attachment as it stands on disk, for whoever comes after: the next daemon, DEL, CHECK.
+// Record is an attachment on disk, for the next daemon, for DEL, CHECK and GC.
 type Record struct {
 	Attachment
 	NetnsID NetnsID `json:"netnsID"`
 	State   State   `json:"state"`
-	// Installed is nil when nothing was.
+	// Installed is nil if no ruleset was installed.
 	Installed *ruleset.Installed `json:"installed,omitempty"`
 }
 
-// Late says what becomes of the connections of an attachment while the upstream is late.
+// Late is the policy for an attachment's connections while the upstream is late.
 type Late struct {
 	Policy LatePolicy `json:"policy"`
-	// Timeout is how long a connection waits, or with Hold how long ADD does; 0 for as long as it takes.
+	// Timeout limits how long a connection waits, or with Hold how long ADD waits; 0 is no limit. In JSON it is in
+	// nanoseconds.
 	Timeout time.Duration `json:"timeout"`
 }
 
-// LatePolicy is one of the ways to wait.
+// LatePolicy is one of LatePolicies.
 type LatePolicy string
 
 // The policies.
 const (
-	Queue LatePolicy = "queue" // connections wait, and are reset after the timeout
-	Hold  LatePolicy = "hold"  // ADD waits, so that the pod does not start, and fails after the timeout; then as Queue without one
+	// Queue: connections wait, and are reset after the timeout.
+	Queue LatePolicy = "queue"
+	// Hold: ADD waits, so that the pod does not start, and fails after the timeout. Once ADD has succeeded,
+	// connections wait as with Queue, without a timeout.
+	Hold LatePolicy = "hold"
 	// Direct: connections wait, and after the timeout go to their original destinations without the upstream.
 	Direct LatePolicy = "direct"
 )
 
-// LatePolicies are all of them.
+// LatePolicies are all late policies.
 var LatePolicies = []LatePolicy{Queue, Hold, Direct}
 
 // Decision is the daemon's answer to an attachment.
 type Decision struct {
 	Capture bool `json:"capture"`
-	// Ruleset is what to install; only with Capture, and then the pod's listeners are open already.
+	// Ruleset is the ruleset to install. It is set if Capture is true; the pod's listeners are then open already.
 	Ruleset *ruleset.Ruleset `json:"ruleset,omitempty"`
-	// Provisional means that it is captured until the daemon knows whether it is to be.
+	// Provisional means that the pod is captured until the daemon knows whether it opted in.
 	Provisional bool `json:"provisional,omitempty"`
 	Late        Late `json:"late"`
-	// Reason says why, for logs. A decision without one is none.
+	// Reason is the reason for the decision, for logs. An answer without a reason is not a decision.
 	Reason string `json:"reason"`
 }

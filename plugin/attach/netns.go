@@ -9,22 +9,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// NetnsID tells one network namespace from another. Device and inode alone do not: the kernel gives a
-// new netns the lowest free inode number, which is often that of the one deleted just before.
+// NetnsID identifies a network namespace. Device and inode alone do not: the kernel gives a new netns the
+// lowest free inode number, which is often that of a netns deleted just before.
 type NetnsID struct {
 	Dev uint64 `json:"dev"`
 	Ino uint64 `json:"ino"`
-	// Cookie is never used twice until the next boot; 0 before Linux 5.14.
+	// Cookie (SO_NETNS_COOKIE) is unique until the next boot; 0 before Linux 5.14.
 	Cookie uint64 `json:"cookie"`
 }
 
-// String is for messages, and the same for as long as the netns lives.
+// String returns device:inode:cookie. It stays the same for as long as the netns lives.
 func (id NetnsID) String() string { return fmt.Sprintf("%d:%d:%d", id.Dev, id.Ino, id.Cookie) }
 
-// ErrNetnsGone is returned for a path at which there is no network namespace any more.
+// ErrNetnsGone is the error for a path at which there is no network namespace, or none any more.
 var ErrNetnsGone = errors.New("netns is gone")
 
-// IdentifyNetns reads the identity of the netns at path.
+// IdentifyNetns returns the identity of the netns at path. It enters the netns to read the cookie.
 func IdentifyNetns(path string) (NetnsID, error) {
 	id, err := StatNetns(path)
 	if err != nil {
@@ -48,8 +48,8 @@ func IdentifyNetns(path string) (NetnsID, error) {
 	return id, nil
 }
 
-// StatNetns is IdentifyNetns without the cookie, and without entering the netns. It is enough while
-// something holds that netns open.
+// StatNetns is IdentifyNetns without the cookie, and without entering the netns. It is enough while the netns
+// is held open, since the kernel does not give its inode to another netns then.
 func StatNetns(path string) (NetnsID, error) {
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {
@@ -58,13 +58,14 @@ func StatNetns(path string) (NetnsID, error) {
 	return NetnsID{Dev: st.Dev, Ino: st.Ino}, nil
 }
 
-// SameFile compares all but the cookie.
+// SameFile compares device and inode, but not the cookie.
 func (id NetnsID) SameFile(other NetnsID) bool { return id.Dev == other.Dev && id.Ino == other.Ino }
 
+// gone adds ErrNetnsGone to errors that mean it.
 func gone(err error) error {
 	var missing ns.NSPathNotExistErr
-	var not ns.NSPathNotNSErr // what is left of a bind mount that was undone
-	if errors.Is(err, os.ErrNotExist) || errors.As(err, &missing) || errors.As(err, &not) {
+	var notNetns ns.NSPathNotNSErr // a file at the path: it stays when the netns' bind mount is undone
+	if errors.Is(err, os.ErrNotExist) || errors.As(err, &missing) || errors.As(err, &notNetns) {
 		return fmt.Errorf("%w: %w", ErrNetnsGone, err)
 	}
 	return err

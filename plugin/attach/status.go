@@ -5,28 +5,29 @@ import (
 	"time"
 )
 
-// Status is what `sluiced status` shows.
+// Status is the daemon's status, as `sluiced status` shows it.
 type Status struct {
-	// NotReady says why the daemon does not serve as it should yet: the plugin is not installed, the API
-	// server has not been heard.
+	// NotReady says why the daemon does not serve fully yet: the plugin is not installed, or the API server
+	// has not answered. It is empty if the daemon is ready.
 	NotReady    string             `json:"notReady,omitempty"`
 	Upstream    UpstreamStatus     `json:"upstream"`
 	Attachments []AttachmentStatus `json:"attachments"`
 }
 
-// UpstreamStatus is where the proxy is and whether it is there.
+// UpstreamStatus is the status of the upstream.
 type UpstreamStatus struct {
-	Address  string    `json:"address"`
-	Protocol string    `json:"protocol"`
-	Ready    bool      `json:"ready"`
-	Since    time.Time `json:"since"`
-	// Reason says why it is not ready, or what it last answered that is not as it should be.
+	Address  string `json:"address"`
+	Protocol string `json:"protocol"`
+	Ready    bool   `json:"ready"`
+	// Since is the time at which Ready last changed; at first it is the start of the daemon.
+	Since time.Time `json:"since"`
+	// Reason says why the upstream is not ready, or is its last answer that was an error.
 	Reason string `json:"reason,omitempty"`
-	// Proxies are those that took the listeners of pods, where they do (protocol sockets).
+	// Proxies are the proxies that have taken listeners of pods; only with the protocol sockets.
 	Proxies []ProxyStatus `json:"proxies,omitempty"`
 }
 
-// Late is nil while the upstream is there.
+// Late returns nil while the upstream is ready, otherwise an error with its address and the reason.
 func (s UpstreamStatus) Late() error {
 	if s.Ready {
 		return nil
@@ -34,32 +35,35 @@ func (s UpstreamStatus) Late() error {
 	return fmt.Errorf("upstream %s is late: %s", s.Address, s.Reason)
 }
 
-// ProxyStatus is one proxy that accepts in the netns of pods itself.
+// ProxyStatus is the status of one proxy that accepts in the netns of pods itself.
 type ProxyStatus struct {
-	Name  string    `json:"name"`
+	Name string `json:"name"`
+	// Since is the time at which the proxy connected.
 	Since time.Time `json:"since"`
-	// Hangs is for one that is connected and does not answer.
+	// Hangs is true if the proxy is connected and does not answer.
 	Hangs bool `json:"hangs"`
-	// Pods are those whose listeners it has.
+	// Pods is the number of pods from which the proxy has listeners.
 	Pods int `json:"pods"`
-	// Connections are open, by its own word.
+	// Connections is the number of open connections that the proxy reports.
 	Connections int `json:"connections"`
 }
 
-// AttachmentStatus is one line of the table.
+// AttachmentStatus is the status of one attachment, one line of the table of `sluiced status`.
 type AttachmentStatus struct {
+	// Pod is Pod.String, and Attachment is ID.String.
 	Pod        string `json:"pod"`
 	Attachment string `json:"attachment"`
 	State      State  `json:"state"`
-	// Waiting connections are those in the kernel's accept queues and those accepted but not yet
-	// answered for by the upstream. SYNs held back at the gate are not seen.
+	// Waiting is the number of connections in the kernel's accept queues, plus those that are accepted and
+	// have no answer from the upstream yet. SYNs that the SYN gate drops are not counted.
 	Waiting int `json:"waiting"`
-	// Open connections are being relayed.
+	// Open is the number of connections that are being relayed.
 	Open int `json:"open"`
-	// Bytes were relayed, both ways together.
-	Bytes   uint64 `json:"bytes"`
-	Netns   string `json:"netns"`
+	// Bytes is the number of relayed bytes, in both directions together.
+	Bytes uint64 `json:"bytes"`
+	Netns string `json:"netns"`
+	// Backend is Installed.Backend; empty if there is no ruleset.
 	Backend string `json:"backend,omitempty"`
-	// Notes are what is not as one would wish: no SYN gate, a listener that cannot be opened.
+	// Notes name shortcomings, such as no SYN gate or a listener that cannot be opened.
 	Notes []string `json:"notes,omitempty"`
 }

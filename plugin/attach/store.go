@@ -13,22 +13,22 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// Store is the directory of records, one file for each attachment. A file is whole or absent: it is
-// written beside and renamed. It is not synced, since it does not outlive the netns it speaks of: both
-// end with the boot.
+// Store is the directory of records, one file for each attachment. A file is complete or absent: it is
+// written under a temporary name and renamed. It is not synced, since it is of no use without its netns,
+// and no netns outlives the boot.
 type Store struct{ dir string }
 
-// NewStore keeps records under stateDir.
+// NewStore returns the store under stateDir. The first write makes its directory.
 func NewStore(stateDir string) Store { return Store{filepath.Join(stateDir, "attachments")} }
 
 const recordSuffix = ".json"
 
-// A container ID has no colon, so what stands before it is one.
+// A container ID has no colon, so the first colon in the name ends it.
 func (s Store) path(id ID) string {
 	return filepath.Join(s.dir, id.ContainerID+":"+id.IfName+recordSuffix)
 }
 
-// Write replaces the record of r.ID.
+// Write makes or replaces the record of r.ID.
 func (s Store) Write(r Record) error {
 	if err := s.write(r); err != nil {
 		return fmt.Errorf("recording attachment %s: %w", r.ID, err)
@@ -67,24 +67,25 @@ func (s Store) Writable() error {
 	if err != nil {
 		return err
 	}
-	_, werr := tmp.Write(make([]byte, 4<<10)) // a full disk takes the file, but not what is in it
+	_, werr := tmp.Write(make([]byte, 4<<10)) // on a full disk a file can be made, but not written
 	return errors.Join(werr, tmp.Close(), os.Remove(tmp.Name()))
 }
 
-// Share rewrites the records of the other attachments in a netns: they have one ruleset between them.
-func (s Store) Share(id ID, netns NetnsID, in *ruleset.Installed) error {
+// Share writes the ruleset into the records of the other attachments in the netns of id: all attachments of one netns
+// share one ruleset. Records without a ruleset stay so.
+func (s Store) Share(id ID, netns NetnsID, installed *ruleset.Installed) error {
 	siblings, err := s.Siblings(id, netns)
 	errs := []error{err}
 	for _, r := range siblings {
 		if r.Installed != nil {
-			r.Installed = in
+			r.Installed = installed
 			errs = append(errs, s.Write(r))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// Read returns the record of id; errors.Is(err, os.ErrNotExist) when there is none.
+// Read returns the record of id; errors.Is(err, os.ErrNotExist) if there is none.
 func (s Store) Read(id ID) (Record, error) { return read(s.path(id)) }
 
 func read(path string) (Record, error) {
@@ -99,7 +100,7 @@ func read(path string) (Record, error) {
 	return r, nil
 }
 
-// Remove forgets id; to forget what is not known is no error.
+// Remove deletes the record of id; without such a record it does nothing.
 func (s Store) Remove(id ID) error {
 	if err := os.Remove(s.path(id)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("removing attachment record: %w", err)
@@ -107,10 +108,11 @@ func (s Store) Remove(id ID) error {
 	return nil
 }
 
-// settling is how long after a change another one may leave the same time on the directory.
+// settling is the time after a change in which another change may leave the directory's mtime the same: the kernel's
+// clock for files advances in ticks.
 const settling = 50 * time.Millisecond
 
-// Changed returns a time that differs from last if there may have been changes since that was returned.
+// Changed returns a time that differs from last if records may have changed since Changed returned last.
 func (s Store) Changed(last time.Time) (time.Time, error) {
 	info, err := os.Stat(s.dir)
 	if errors.Is(err, os.ErrNotExist) {
@@ -119,17 +121,19 @@ func (s Store) Changed(last time.Time) (time.Time, error) {
 	if err != nil {
 		return last, fmt.Errorf("attachment records: %w", err)
 	}
-	if time.Since(info.ModTime()).Abs() < settling { // what is from the future was so before the clock jumped back
-		return info.ModTime().Add(-settling), nil // look again
+	// Abs, as an mtime in the future is from before the clock jumped back: it is no more recent than one in the past.
+	if time.Since(info.ModTime()).Abs() < settling {
+		return info.ModTime().Add(-settling), nil // not its mtime, so that the next call differs
 	}
 	return info.ModTime(), nil
 }
 
-// List reads every record. Those that cannot be read are reported together in err, beside the others.
+// List reads every record. Records that cannot be read are reported together in the error; the others are returned
+// beside it.
 func (s Store) List() ([]Record, error) { return s.list("") }
 
-// Siblings reads the records of every attachment in a netns but the one of id: a container that joins
-// several networks has one for each, and they share one ruleset.
+// Siblings reads the records of the container's other attachments in the same netns: a container that joins
+// several networks has an attachment for each of them, and they share one ruleset. Its error is that of List.
 func (s Store) Siblings(id ID, netns NetnsID) ([]Record, error) {
 	records, err := s.list(id.ContainerID + ":")
 	return slices.DeleteFunc(records, func(r Record) bool { return r.ID == id || r.NetnsID != netns }), err
@@ -153,21 +157,21 @@ func (s Store) list(prefix string) ([]Record, error) {
 		switch {
 		case err == nil:
 			records = append(records, r)
-		case !errors.Is(err, os.ErrNotExist): // removed since
+		case !errors.Is(err, os.ErrNotExist): // else it was removed after ReadDir
 			errs = append(errs, err)
 		}
 	}
 	return records, errors.Join(errs...)
 }
 
-// Sweep removes files that writers left half-way when they were killed, if older than age.
+// Sweep removes temporary files older than age: writers that were killed left them.
 func (s Store) Sweep(age time.Duration) error {
-	left, err := filepath.Glob(filepath.Join(s.dir, "new-*.tmp"))
+	leftovers, err := filepath.Glob(filepath.Join(s.dir, "new-*.tmp"))
 	if err != nil {
 		return err
 	}
 	var errs []error
-	for _, path := range left {
+	for _, path := range leftovers {
 		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > age {
 			errs = append(errs, os.Remove(path))
 		}

@@ -7,10 +7,11 @@ import (
 	"time"
 )
 
-// waitInterval is how often WaitUntil looks.
+// waitInterval is the time between two probes of WaitUntil.
 const waitInterval = 100 * time.Millisecond
 
-// Upstream reports that the upstream is late, or that the daemon, which would know, is.
+// Upstream returns nil if the daemon says that the upstream is ready. The error says that the upstream or the daemon is
+// late.
 func (c *Client) Upstream(ctx context.Context) error {
 	s, err := c.Summary(ctx)
 	if err != nil {
@@ -19,9 +20,9 @@ func (c *Client) Upstream(ctx context.Context) error {
 	return s.Upstream.Late()
 }
 
-// WaitUntil looks until looking succeeds, ctx ends, or the timeout has passed, unless that is 0; the error is that of
-// the last look.
-func WaitUntil(ctx context.Context, timeout time.Duration, look func(context.Context) error) error {
+// WaitUntil calls probe every 100 ms until it succeeds, ctx ends, or the timeout has passed; with a timeout of 0 it has
+// none. The error is that of the last probe that did not time out.
+func WaitUntil(ctx context.Context, timeout time.Duration, probe func(context.Context) error) error {
 	if timeout > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, timeout)
@@ -31,11 +32,11 @@ func WaitUntil(ctx context.Context, timeout time.Duration, look func(context.Con
 	defer tick.Stop()
 	last := errors.New("no answer yet")
 	for {
-		err := look(ctx)
+		err := probe(ctx)
 		if err == nil {
 			return nil
 		}
-		if !timedOut(err) { // that the look was cut short says less than what the one before saw
+		if !timedOut(err) { // the end of ctx may have cut this probe short; the one before says more
 			last = err
 		}
 		select {

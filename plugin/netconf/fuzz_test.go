@@ -4,13 +4,16 @@ import (
 	"bytes"
 	"encoding/json"
 	"testing"
+
+	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// FuzzParse: whatever a runtime writes, the plugin answers with an error or a configuration that can be used.
+// FuzzParse: for every input of a runtime, Parse returns an error or a usable configuration.
 func FuzzParse(f *testing.F) {
 	for _, seed := range []string{
 		`{}`,
-		`{"cniVersion":"1.0.0","name":"pods","type":"sluice","agentSocket":"/s","excludeNamespaces":["a"],"onDaemonDown":"fail"}`,
+		`{"cniVersion":"1.0.0","name":"pods","type":"sluice",` +
+			`"agentSocket":"/s","excludeNamespaces":["a"],"onDaemonDown":"fail"}`,
 		`{"cniVersion":"1.0.0","prevResult":{"cniVersion":"1.0.0","ips":[{"address":"10.0.0.5/24"}],"x":1}}`,
 		`{"cniVersion":"0.4.0","prevResult":{"cniVersion":"1.0.0","ips":[{"address":"fd00::5/64"}]}}`,
 		`{"cniVersion":"1.1.0","prevResult":{},"cni.dev/attachments":[{"containerID":"a","ifname":"eth0"}]}`,
@@ -26,8 +29,8 @@ func FuzzParse(f *testing.F) {
 		}
 		_ = c.Excluded("default")
 		for key := range c.Annotations() {
-			if !bytes.HasPrefix([]byte(key), []byte(annotationPrefix)) {
-				t.Errorf("annotation %q is not ours", key)
+			if !bytes.HasPrefix([]byte(key), []byte(attach.AnnotationPrefix)) {
+				t.Errorf("got annotation %q, want the prefix %s", key, attach.AnnotationPrefix)
 			}
 		}
 		if c.Validate() != nil {
@@ -35,7 +38,7 @@ func FuzzParse(f *testing.F) {
 		}
 		for _, path := range []string{c.AgentSocket, c.StateDir} {
 			if path == "" || path[0] != '/' {
-				t.Errorf("Validate took the path %q", path)
+				t.Errorf("Validate accepted the path %q", path)
 			}
 		}
 		if _, err := c.Result(); err != nil {
@@ -48,11 +51,11 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// FuzzParseArgs: a pod that is accepted can stand in a header.
+// FuzzParseArgs: the names of an accepted pod are allowed in a header.
 func FuzzParseArgs(f *testing.F) {
 	for _, seed := range []string{
-		"", "IgnoreUnknown=1;K8S_POD_NAMESPACE=ci;K8S_POD_NAME=web-0;K8S_POD_UID=7d3f", "K8S_POD_NAME=a\r\nb", "=;=", "CommonArgs=1",
-		"IgnoreUnknown=maybe", "K8S_POD_NAME==",
+		"", "IgnoreUnknown=1;K8S_POD_NAMESPACE=ci;K8S_POD_NAME=web-0;K8S_POD_UID=7d3f", "K8S_POD_NAME=a\r\nb", "=;=",
+		"CommonArgs=1", "IgnoreUnknown=maybe", "K8S_POD_NAME==",
 	} {
 		f.Add(seed)
 	}

@@ -1,4 +1,5 @@
-// Package netconf is sluice's entry in a CNI network configuration list, and the CNI_ARGS that come with it.
+// Package netconf parses, validates and renders sluice's entry in a CNI network configuration list, and parses the
+// CNI_ARGS that come with it.
 package netconf
 
 import (
@@ -20,54 +21,58 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// PodAnnotations is the capability by which containerd hands a pod's annotations to plugins that ask for it.
+// PodAnnotations is the capability with which a plugin asks containerd for the pod's annotations.
 const PodAnnotations = "io.kubernetes.cri.pod-annotations"
 
-// annotationPrefix marks the annotations that are ours.
-const annotationPrefix = "sluice.dev/"
-
-// What to do with a pod whose labels cannot be known because the daemon is down.
+// Values of the key `onDaemonDown`: the treatment of a pod with unknown labels, since the daemon is down.
 const (
-	Hold = "hold" // capture it until they are
-	Fail = "fail" // make ADD fail with error 11
+	Hold = "hold" // ADD captures the pod until its labels are known
+	Fail = "fail" // ADD fails with error 11, try again later
 )
 
-// Conf is the configuration of one call.
+// Conf is the network configuration that the runtime passes to one call of the plugin.
 type Conf struct {
 	types.PluginConf
 
+	// AgentSocket is the path of the daemon's unix socket.
 	AgentSocket string `json:"agentSocket"`
-	StateDir    string `json:"stateDir"`
-	// IncludeNamespaces, when not empty, are the only ones that sluice asks about.
+	// StateDir is the directory of the attachment records.
+	StateDir string `json:"stateDir"`
+	// IncludeNamespaces, if not empty, are the only namespaces in which sluice asks the daemon about pods.
 	IncludeNamespaces []string `json:"includeNamespaces"`
+	// ExcludeNamespaces are namespaces in which sluice lets pods pass without asking.
 	ExcludeNamespaces []string `json:"excludeNamespaces"`
-	OnDaemonDown      string   `json:"onDaemonDown"`
-	Backend           string   `json:"backend"`
+	// OnDaemonDown is Hold or Fail.
+	OnDaemonDown string `json:"onDaemonDown"`
+	// Backend is ruleset.BackendAuto, BackendIPTables or BackendNFTables.
+	Backend string `json:"backend"`
 	// StatusNeedsUpstream makes STATUS fail while the upstream is late, so that the node takes no pods.
 	StatusNeedsUpstream bool `json:"statusNeedsUpstream"`
 
+	// RuntimeConfig holds the values of the capabilities that the runtime supports.
 	RuntimeConfig struct {
 		PodAnnotations map[string]string `json:"io.kubernetes.cri.pod-annotations"`
 	} `json:"runtimeConfig"`
 
-	raw map[string]json.RawMessage
+	raw map[string]json.RawMessage // every key with its value as it came in
 }
 
-// own are the keys of our entry.
-var own = []string{
-	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "backend", "statusNeedsUpstream",
+// ownKeys are the keys of sluice's entry.
+var ownKeys = []string{
+	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "backend",
+	"statusNeedsUpstream",
 }
 
-// given are those that the CNI spec gives every plugin; it also keeps everything under cni.dev/ for itself.
-var given = []string{
+// specKeys are the keys that the CNI spec defines for every plugin. It also reserves every key under cni.dev/.
+var specKeys = []string{
 	"cniVersion", "cniVersions", "name", "type", "args", "ipMasq", "ipam", "dns", "capabilities", "runtimeConfig",
 	"prevResult", "disableCheck", "disableGC", "loadOnlyInlinedPlugins",
 }
 
 const reservedPrefix = "cni.dev/"
 
-// Parse reads what a runtime gives a plugin on standard input, with the defaults filled in. It takes a
-// configuration that Validate would not: DEL must be able to undo what an older one did.
+// Parse reads the configuration that a runtime writes to a plugin's standard input, and fills in the defaults. It
+// accepts values that Validate rejects: DEL must be able to undo an ADD that was made with an older configuration.
 func Parse(stdin []byte) (*Conf, error) {
 	c := &Conf{
 		AgentSocket:       attach.DefaultSocket,
@@ -81,13 +86,14 @@ func Parse(stdin []byte) (*Conf, error) {
 		return nil, fmt.Errorf("network configuration is not a JSON object: %w", err)
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return nil, errors.New("network configuration: something follows the JSON object")
+		return nil, errors.New("network configuration: trailing data after the JSON object")
 	}
 	if err := json.Unmarshal(stdin, c); err != nil {
 		var wrong *json.UnmarshalTypeError
 		if errors.As(err, &wrong) && wrong.Field != "" {
 			key, _, _ := strings.Cut(strings.TrimPrefix(wrong.Field, "PluginConf."), ".")
-			return nil, fmt.Errorf("network configuration: %s: %s is not a %s", wrong.Field, compact(c.raw[key]), kind(wrong))
+			value := compact(c.raw[key])
+			return nil, fmt.Errorf("network configuration: %s: %s is not a %s", wrong.Field, value, kind(wrong))
 		}
 		return nil, fmt.Errorf("network configuration: %w", err)
 	}
@@ -97,6 +103,7 @@ func Parse(stdin []byte) (*Conf, error) {
 	return c, nil
 }
 
+// compact returns a value for an error text, unless it is too long for one.
 func compact(raw json.RawMessage) string {
 	var b bytes.Buffer
 	if json.Compact(&b, raw) != nil || b.Len() > 100 {
@@ -105,6 +112,7 @@ func compact(raw json.RawMessage) string {
 	return b.String()
 }
 
+// kind names the type that the key wants.
 func kind(e *json.UnmarshalTypeError) string {
 	switch k := e.Type.Kind().String(); k {
 	case "slice":
@@ -116,11 +124,12 @@ func kind(e *json.UnmarshalTypeError) string {
 	}
 }
 
-// Validate names the first key that is not known, then the first value that is not one.
+// Validate returns an error that names the first unknown key, or else the first invalid value and its key.
 func (c *Conf) Validate() error {
 	for _, key := range slices.Sorted(maps.Keys(c.raw)) {
-		if !slices.Contains(own, key) && !slices.Contains(given, key) && !strings.HasPrefix(key, reservedPrefix) {
-			return fmt.Errorf("unknown key %q; the keys of a sluice entry are %s", key, strings.Join(own, ", "))
+		known := slices.Contains(ownKeys, key) || slices.Contains(specKeys, key)
+		if !known && !strings.HasPrefix(key, reservedPrefix) {
+			return fmt.Errorf("unknown key %q; the keys of a sluice entry are %s", key, strings.Join(ownKeys, ", "))
 		}
 	}
 	for _, p := range []struct{ key, path string }{{"agentSocket", c.AgentSocket}, {"stateDir", c.StateDir}} {
@@ -128,11 +137,16 @@ func (c *Conf) Validate() error {
 			return fmt.Errorf("%s: %q is not an absolute path", p.key, p.path)
 		}
 	}
-	if want := []string{Hold, Fail}; !slices.Contains(want, c.OnDaemonDown) {
-		return fmt.Errorf("onDaemonDown: %q is not one of %s", c.OnDaemonDown, strings.Join(want, ", "))
-	}
-	if want := []string{ruleset.BackendAuto, ruleset.BackendIPTables, ruleset.BackendNFTables}; !slices.Contains(want, c.Backend) {
-		return fmt.Errorf("backend: %q is not one of %s", c.Backend, strings.Join(want, ", "))
+	for _, choice := range []struct {
+		key, value string
+		allowed    []string
+	}{
+		{"onDaemonDown", c.OnDaemonDown, []string{Hold, Fail}},
+		{"backend", c.Backend, []string{ruleset.BackendAuto, ruleset.BackendIPTables, ruleset.BackendNFTables}},
+	} {
+		if !slices.Contains(choice.allowed, choice.value) {
+			return fmt.Errorf("%s: %q is not one of %s", choice.key, choice.value, strings.Join(choice.allowed, ", "))
+		}
 	}
 	for _, l := range []struct {
 		key   string
@@ -147,7 +161,7 @@ func (c *Conf) Validate() error {
 	return nil
 }
 
-// Excluded tells whether sluice has nothing to do with pods of this namespace.
+// Excluded reports whether sluice lets the pods of this namespace pass without asking the daemon.
 func (c *Conf) Excluded(namespace string) bool {
 	if len(c.IncludeNamespaces) > 0 && !slices.Contains(c.IncludeNamespaces, namespace) {
 		return true
@@ -155,20 +169,21 @@ func (c *Conf) Excluded(namespace string) bool {
 	return slices.Contains(c.ExcludeNamespaces, namespace)
 }
 
-// Result is what the plugins before this one made of the pod.
+// Result returns prevResult: the result of the plugins before sluice in the chain. Without one it returns an error.
 func (c *Conf) Result() (*current.Result, error) {
 	if c.PrevResult == nil {
-		return nil, errors.New("no prevResult: sluice is a chained plugin; in a conflist its entry comes after that of the primary plugin")
+		return nil, errors.New("no prevResult: sluice is a chained plugin; " +
+			"in a conflist its entry comes after that of the primary plugin")
 	}
 	return current.GetResult(c.PrevResult)
 }
 
-// PrintResult writes prevResult as it came in. Only a runtime that hands it over in another version than
-// it asks for gets it converted, which would drop what that version does not know.
+// PrintResult writes prevResult byte for byte as it came in, if it has the CNI version that the runtime asks for.
+// Otherwise it converts prevResult to that version, which drops fields that the version does not have.
 func (c *Conf) PrintResult(w io.Writer) error {
-	var came struct{ CNIVersion string }
+	var prev struct{ CNIVersion string }
 	raw := c.raw["prevResult"]
-	if err := json.Unmarshal(raw, &came); err == nil && came.CNIVersion == c.CNIVersion {
+	if err := json.Unmarshal(raw, &prev); err == nil && prev.CNIVersion == c.CNIVersion {
 		_, err := w.Write(raw)
 		return err
 	}
@@ -179,24 +194,27 @@ func (c *Conf) PrintResult(w io.Writer) error {
 	return converted.PrintTo(w)
 }
 
-// Annotations are the pod's sluice.dev/ annotations, where the runtime hands them over.
+// Annotations returns the pod's annotations with attach.AnnotationPrefix, if the runtime passes annotations.
 func (c *Conf) Annotations() map[string]string {
 	ours := maps.Clone(c.RuntimeConfig.PodAnnotations)
-	maps.DeleteFunc(ours, func(k, _ string) bool { return !strings.HasPrefix(k, annotationPrefix) })
+	maps.DeleteFunc(ours, func(k, _ string) bool { return !strings.HasPrefix(k, attach.AnnotationPrefix) })
 	return ours
 }
 
-// ParseArgs reads the pod's names from CNI_ARGS.
+// ParseArgs reads the pod's namespace, name and UID from CNI_ARGS; each may be missing.
 func ParseArgs(args string) (attach.Pod, error) {
 	var k8s struct {
 		types.CommonArgs
-		K8S_POD_NAMESPACE, K8S_POD_NAME, K8S_POD_UID types.UnmarshallableString //nolint:revive,staticcheck // their names
+		//nolint:revive,staticcheck // LoadArgs finds the fields by these names
+		K8S_POD_NAMESPACE, K8S_POD_NAME, K8S_POD_UID types.UnmarshallableString
 	}
 	k8s.IgnoreUnknown = true
 	if err := types.LoadArgs(args, &k8s); err != nil {
 		return attach.Pod{}, fmt.Errorf("CNI_ARGS %q: %w", args, err)
 	}
-	pod := attach.Pod{Namespace: string(k8s.K8S_POD_NAMESPACE), Name: string(k8s.K8S_POD_NAME), UID: string(k8s.K8S_POD_UID)}
+	pod := attach.Pod{
+		Namespace: string(k8s.K8S_POD_NAMESPACE), Name: string(k8s.K8S_POD_NAME), UID: string(k8s.K8S_POD_UID),
+	}
 	if err := pod.Validate(); err != nil {
 		return attach.Pod{}, fmt.Errorf("CNI_ARGS: %w", err)
 	}

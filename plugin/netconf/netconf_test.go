@@ -20,7 +20,8 @@ func TestParseFillsInDefaults(t *testing.T) {
 			t.Errorf("Validate of %s: %v", stdin, err)
 		}
 		got := map[string]any{
-			"agentSocket": c.AgentSocket, "stateDir": c.StateDir, "onDaemonDown": c.OnDaemonDown, "backend": c.Backend,
+			"agentSocket": c.AgentSocket, "stateDir": c.StateDir,
+			"onDaemonDown": c.OnDaemonDown, "backend": c.Backend,
 			"includeNamespaces": c.IncludeNamespaces, "excludeNamespaces": c.ExcludeNamespaces,
 		}
 		want := map[string]any{
@@ -36,10 +37,11 @@ func TestParseFillsInDefaults(t *testing.T) {
 func TestParseTakesEveryKey(t *testing.T) {
 	t.Parallel()
 	c, err := Parse([]byte(`{
-		"cniVersion": "1.1.0", "cniVersions": ["1.0.0", "1.1.0"], "name": "pods", "type": "sluice", "args": {"cni": {"ips": []}},
-		"ipMasq": true, "ipam": {}, "dns": {"nameservers": ["192.0.2.53"]}, "disableCheck": false, "disableGC": true,
+		"cniVersion": "1.1.0", "cniVersions": ["1.0.0", "1.1.0"], "name": "pods", "type": "sluice",
+		"args": {"cni": {"ips": []}}, "ipMasq": true, "ipam": {}, "dns": {"nameservers": ["192.0.2.53"]}, "disableCheck": false, "disableGC": true,
 		"loadOnlyInlinedPlugins": true, "capabilities": {"io.kubernetes.cri.pod-annotations": true},
-		"cni.dev/attachments": [], "cni.dev/valid-attachments": [{"containerID": "c1", "ifname": "eth0"}], "cni.dev/whatever": 1,
+		"cni.dev/attachments": [], "cni.dev/valid-attachments": [{"containerID": "c1", "ifname": "eth0"}],
+		"cni.dev/unknown": 1,
 		"runtimeConfig": {"io.kubernetes.cri.pod-annotations": {"sluice.dev/quic": "allow"}, "portMappings": []},
 		"agentSocket": "/s", "stateDir": "/d", "includeNamespaces": ["a"], "excludeNamespaces": [],
 		"onDaemonDown": "fail", "backend": "nftables", "statusNeedsUpstream": true}`))
@@ -49,7 +51,10 @@ func TestParseTakesEveryKey(t *testing.T) {
 	if err := c.Validate(); err != nil {
 		t.Errorf("Validate: %v", err)
 	}
-	got := []any{c.AgentSocket, c.StateDir, c.IncludeNamespaces, c.ExcludeNamespaces, c.OnDaemonDown, c.Backend, c.StatusNeedsUpstream, c.Name, len(c.ValidAttachments)}
+	got := []any{
+		c.AgentSocket, c.StateDir, c.IncludeNamespaces, c.ExcludeNamespaces, c.OnDaemonDown, c.Backend,
+		c.StatusNeedsUpstream, c.Name, len(c.ValidAttachments),
+	}
 	want := []any{"/s", "/d", []string{"a"}, []string{}, "fail", "nftables", true, "pods", 1}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
@@ -63,9 +68,9 @@ func TestParseErrors(t *testing.T) {
 		{`[]`, "network configuration is not a JSON object"},
 		{`"sluice"`, "network configuration is not a JSON object"},
 		{`{"name":`, "network configuration is not a JSON object"},
-		{`{"name":"pods"}}`, "something follows the JSON object"},
-		{`{"name":"pods"}{}`, "something follows the JSON object"},
-		{`{"name":"pods"} x`, "something follows the JSON object"},
+		{`{"name":"pods"}}`, "trailing data after the JSON object"},
+		{`{"name":"pods"}{}`, "trailing data after the JSON object"},
+		{`{"name":"pods"} x`, "trailing data after the JSON object"},
 		{`{"agentSocket": 7}`, "agentSocket: 7 is not a string"},
 		{`{"stateDir": ["/run"]}`, `stateDir: ["/run"] is not a string`},
 		{`{"backend": {"a": 1}}`, `backend: {"a":1} is not a string`},
@@ -89,12 +94,13 @@ func TestParseErrors(t *testing.T) {
 	}
 }
 
-// TestValidateErrors: each names the key and the value. Parse takes all of these, so that DEL works.
+// TestValidateErrors: each error names the key and the value. Parse accepts all of these, so that DEL works.
 func TestValidateErrors(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct{ stdin, want string }{
 		{`{"agentsocket": "/s"}`, `unknown key "agentsocket"`},
-		{`{"typo": 1}`, `unknown key "typo"; the keys of a sluice entry are agentSocket, stateDir, includeNamespaces, excludeNamespaces, onDaemonDown, backend, statusNeedsUpstream`},
+		{`{"typo": 1}`, `unknown key "typo"; the keys of a sluice entry are agentSocket, stateDir, ` +
+			`includeNamespaces, excludeNamespaces, onDaemonDown, backend, statusNeedsUpstream`},
 		{`{"zzz": 1, "aaa": 1}`, `unknown key "aaa"`},
 		{`{"cni.dev": 1}`, `unknown key "cni.dev"`},
 		{`{"agentSocket": ""}`, `agentSocket: "" is not an absolute path`},
@@ -154,7 +160,8 @@ func TestAnnotations(t *testing.T) {
 		{`{"runtimeConfig":{}}`, nil},
 		{`{"runtimeConfig":{"io.kubernetes.cri.pod-annotations":{"a":"b"}}}`, map[string]string{}},
 		{
-			`{"runtimeConfig":{"io.kubernetes.cri.pod-annotations":{"a":"b","sluice.dev/quic":"allow","sluice.dev":"x","xsluice.dev/quic":"y"}}}`,
+			`{"runtimeConfig":{"io.kubernetes.cri.pod-annotations":` +
+				`{"a":"b","sluice.dev/quic":"allow","sluice.dev":"x","xsluice.dev/quic":"y"}}}`,
 			map[string]string{"sluice.dev/quic": "allow"},
 		},
 	} {
@@ -167,7 +174,7 @@ func TestAnnotations(t *testing.T) {
 			t.Errorf("%s (-want +got):\n%s", tc.stdin, diff)
 		}
 		if got := len(c.RuntimeConfig.PodAnnotations); got != all {
-			t.Errorf("%s: %d of %d annotations are left in the configuration", tc.stdin, got, all)
+			t.Errorf("%s: got %d annotations in the configuration after Annotations, want all %d", tc.stdin, got, all)
 		}
 	}
 }
@@ -195,7 +202,8 @@ func TestParseArgs(t *testing.T) {
 	} {
 		got, err := ParseArgs(tc.args)
 		switch {
-		case tc.wantErr == "" && err != nil, tc.wantErr != "" && (err == nil || !strings.Contains(err.Error(), tc.wantErr)):
+		case tc.wantErr == "" && err != nil,
+			tc.wantErr != "" && (err == nil || !strings.Contains(err.Error(), tc.wantErr)):
 			t.Errorf("ParseArgs(%q): got error %v, want %q", tc.args, err, tc.wantErr)
 		case got != tc.want:
 			t.Errorf("ParseArgs(%q): got %+v, want %+v", tc.args, got, tc.want)

@@ -10,18 +10,20 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// TestPrintResultIsWhatCameIn: byte for byte, with fields that this version of the CNI library does not know.
-func TestPrintResultIsWhatCameIn(t *testing.T) {
+// TestPrintResultKeepsEveryByte: prevResult has fields that this version of the CNI library does not know.
+func TestPrintResultKeepsEveryByte(t *testing.T) {
 	t.Parallel()
 	for version, prevResult := range map[string]string{
 		"0.3.1": `{"cniVersion":"0.3.1","ips":[{"version":"4","address":"10.0.0.5/24"}],"dns":{}}`,
 		"0.4.0": `{"cniVersion":"0.4.0","ips":[{"version":"6","address":"fd00::5/64","x":1}],"dns":{}}`,
-		"1.0.0": `{ "dns" : {},  "cniVersion" : "1.0.0","ips":[ {"address":"10.0.0.5/24","new-field":1e2} ], "also-new":{"b":1,"a":[2]} }`,
-		"1.1.0": `{"cniVersion":"1.1.0","interfaces":[{"name":"eth0","mtu":1450,"sandbox":"/run/netns/x","strange":true}],"dns":{}}`,
+		"1.0.0": `{ "dns" : {},  "cniVersion" : "1.0.0","ips":[ {"address":"10.0.0.5/24","new-field":1e2} ], ` +
+			`"also-new":{"b":1,"a":[2]} }`,
+		"1.1.0": `{"cniVersion":"1.1.0",` +
+			`"interfaces":[{"name":"eth0","mtu":1450,"sandbox":"/run/netns/x","strange":true}],"dns":{}}`,
 	} {
 		c := parse(t, version, prevResult)
 		if got := printed(t, c); got != prevResult {
-			t.Errorf("%s: got %s, want it as it came in: %s", version, got, prevResult)
+			t.Errorf("%s: got %s, want prevResult as it came in: %s", version, got, prevResult)
 		}
 		if _, err := c.Result(); err != nil {
 			t.Errorf("%s: Result: %v", version, err)
@@ -31,12 +33,24 @@ func TestPrintResultIsWhatCameIn(t *testing.T) {
 
 func TestPrintResultConvertsOtherVersions(t *testing.T) {
 	t.Parallel()
-	for _, tc := range []struct{ asked, came, prevResult, wantIPs string }{
-		{"1.0.0", "1.1.0", `{"cniVersion":"1.1.0","interfaces":[{"name":"eth0","mtu":1450}],"ips":[{"address":"10.0.0.5/24"}]}`, `[{"address":"10.0.0.5/24"}]`},
-		{"0.3.1", "0.4.0", `{"cniVersion":"0.4.0","ips":[{"version":"4","address":"10.0.0.5/24"}]}`, `[{"address":"10.0.0.5/24","version":"4"}]`},
-		{"1.1.0", "1.0.0", `{"cniVersion":"1.0.0","ips":[{"address":"fd00::5/64"}]}`, `[{"address":"fd00::5/64"}]`},
+	for _, tc := range []struct{ confVersion, prevVersion, prevResult, wantIPs string }{
+		{
+			"1.0.0", "1.1.0",
+			`{"cniVersion":"1.1.0","interfaces":[{"name":"eth0","mtu":1450}],"ips":[{"address":"10.0.0.5/24"}]}`,
+			`[{"address":"10.0.0.5/24"}]`,
+		},
+		{
+			"0.3.1", "0.4.0",
+			`{"cniVersion":"0.4.0","ips":[{"version":"4","address":"10.0.0.5/24"}]}`,
+			`[{"address":"10.0.0.5/24","version":"4"}]`,
+		},
+		{
+			"1.1.0", "1.0.0",
+			`{"cniVersion":"1.0.0","ips":[{"address":"fd00::5/64"}]}`,
+			`[{"address":"fd00::5/64"}]`,
+		},
 	} {
-		c := parse(t, tc.asked, tc.prevResult)
+		c := parse(t, tc.confVersion, tc.prevResult)
 		var got struct {
 			CNIVersion string
 			IPs        []map[string]any
@@ -48,24 +62,24 @@ func TestPrintResultConvertsOtherVersions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if diff := cmp.Diff([]string{tc.asked, tc.wantIPs}, []string{got.CNIVersion, string(ips)}); diff != "" {
-			t.Errorf("%s to %s (-want +got):\n%s", tc.came, tc.asked, diff)
+		if diff := cmp.Diff([]string{tc.confVersion, tc.wantIPs}, []string{got.CNIVersion, string(ips)}); diff != "" {
+			t.Errorf("%s to %s (-want +got):\n%s", tc.prevVersion, tc.confVersion, diff)
 		}
 	}
 }
 
-// TestPrevResultOfAnotherFormat: 1.0.0 writes results in another way than 0.4.0. No runtime mixes them.
+// TestPrevResultOfAnotherFormat: the result formats of 1.0.0 and 0.4.0 differ. No runtime mixes them.
 func TestPrevResultOfAnotherFormat(t *testing.T) {
 	t.Parallel()
-	for asked, came := range map[string]string{"0.4.0": "1.0.0", "1.0.0": "0.4.0"} {
-		_, err := Parse(fmt.Appendf(nil, `{"cniVersion":%q,"prevResult":{"cniVersion":%q}}`, asked, came))
-		if err == nil || !strings.Contains(err.Error(), came) {
-			t.Errorf("prevResult of %s where %s is asked for: got %v, want an error that names it", came, asked, err)
+	for conf, prev := range map[string]string{"0.4.0": "1.0.0", "1.0.0": "0.4.0"} {
+		_, err := Parse(fmt.Appendf(nil, `{"cniVersion":%q,"prevResult":{"cniVersion":%q}}`, conf, prev))
+		if err == nil || !strings.Contains(err.Error(), prev) {
+			t.Errorf("prevResult of %s in a configuration of %s: got %v, want an error that names %[1]s", prev, conf, err)
 		}
 	}
 }
 
-// TestPrevResultWithoutVersion: its version is then that of the configuration.
+// TestPrevResultWithoutVersion: prevResult then has the version of the configuration.
 func TestPrevResultWithoutVersion(t *testing.T) {
 	t.Parallel()
 	c := parse(t, "1.0.0", `{"ips":[{"address":"10.0.0.5/24"}]}`)
@@ -87,14 +101,15 @@ func TestNoPrevResult(t *testing.T) {
 			continue
 		}
 		if _, err := c.Result(); err == nil || !strings.Contains(err.Error(), "no prevResult: sluice is a chained plugin") {
-			t.Errorf("%s: got %v, want the error to say that sluice is a chained plugin", stdin, err)
+			t.Errorf("%s: got %v, want an error that calls sluice a chained plugin", stdin, err)
 		}
 	}
 }
 
 func parse(t *testing.T, version, prevResult string) *Conf {
 	t.Helper()
-	c, err := Parse(fmt.Appendf(nil, `{"cniVersion":%q,"name":"pods","type":"sluice","prevResult":%s}`, version, prevResult))
+	stdin := fmt.Appendf(nil, `{"cniVersion":%q,"name":"pods","type":"sluice","prevResult":%s}`, version, prevResult)
+	c, err := Parse(stdin)
 	if err != nil {
 		t.Fatalf("prevResult %s: %v", prevResult, err)
 	}
