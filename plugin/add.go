@@ -5,111 +5,148 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
+	"os"
 	"slices"
 	"time"
 
+	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
+	current "github.com/containernetworking/cni/pkg/types/100"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/netconf"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// codeRefused is the error code of an attachment that the daemon will never take as it is, such as one of
-// a pod with a bad annotation. Codes from 100 on are the plugin's own (CNI spec, section 5, "Error").
+// codeRefused is the error code for an attachment that the daemon refuses for good, such as that of a pod with a
+// bad annotation. Codes from 100 on are the plugin's own (CNI spec, section 5, "Error").
 const codeRefused = 100
 
-// add captures a, or records that it is not captured. After an error the netns is as it was found.
-func add(ctx context.Context, conf *netconf.Conf, a attach.Attachment) error {
-	if err := a.Validate(); err != nil {
+// defaultHold limits the policy hold if it has no timeout: runtimes have one, of minutes, and call ADD again.
+const defaultHold = time.Minute
+
+func cmdAdd(args *skel.CmdArgs) error {
+	conf, err := validConf(args)
+	if err != nil {
+		return err
+	}
+	result, err := conf.Result()
+	if err != nil {
+		return types.NewError(types.ErrInvalidNetworkConfig, err.Error(), "")
+	}
+	pod, err := parsePod(args)
+	if err != nil {
+		return err
+	}
+	if !conf.Excluded(pod.Namespace) {
+		ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
+		defer cancel()
+		if err := add(ctx, conf, attachmentOf(args, conf, pod, result)); err != nil {
+			return err
+		}
+	}
+	return conf.PrintResult(os.Stdout)
+}
+
+func attachmentOf(args *skel.CmdArgs, conf *netconf.Conf, pod attach.Pod, result *current.Result) attach.Attachment {
+	at := attach.Attachment{
+		ID: idOf(args), Network: conf.Name, Netns: args.Netns, Pod: pod, Annotations: conf.Annotations(),
+	}
+	for _, ip := range result.IPs {
+		if addr, ok := netip.AddrFromSlice(ip.Address.IP); ok {
+			at.IPs = append(at.IPs, addr.Unmap())
+		}
+	}
+	return at
+}
+
+// add captures at, or records that it is not captured. After an error the netns is as it was before.
+func add(ctx context.Context, conf *netconf.Conf, at attach.Attachment) error {
+	if err := at.Validate(); err != nil {
 		return types.NewError(types.ErrInvalidEnvironmentVariables, err.Error(), "")
 	}
-	netns, err := attach.IdentifyNetns(a.Netns)
+	netns, err := attach.IdentifyNetns(at.Netns)
 	if err != nil {
 		return types.NewError(types.ErrInvalidNetNS, err.Error(), "")
 	}
-	p := pod{conf: conf, store: attach.NewStore(conf.StateDir), daemon: attach.NewClient(conf.AgentSocket)}
-	p.record = attach.Record{Attachment: a, NetnsID: netns}
-	if err := p.lookup(); err != nil {
+	a := addition{conf: conf, store: attach.NewStore(conf.StateDir), daemon: attach.NewClient(conf.AgentSocket)}
+	a.record = attach.Record{Attachment: at, NetnsID: netns}
+	if err := a.findPrevious(); err != nil {
 		return err
 	}
-	decision, err := p.decide(ctx)
+	decision, err := a.askDaemon(ctx)
 	if err != nil {
 		return err
 	}
-	if err := p.carryOut(ctx, decision); err != nil {
-		return errors.Join(fmt.Errorf("attaching %s: %w", a, err), p.undo(ctx))
+	if err := a.carryOut(ctx, decision); err != nil {
+		return errors.Join(fmt.Errorf("attaching %s: %w", at, err), a.undo(ctx))
 	}
-	if err := p.hold(decision.Late); err != nil {
-		if err := p.undo(ctx); err != nil {
-			logf("attaching %s: %s", a, err)
+	if err := a.hold(decision.Late); err != nil {
+		if err := a.undo(ctx); err != nil {
+			logf("attaching %s: %s", at, err)
 		}
-		return types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", a, err), "the pod is held until the upstream is there")
+		return types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", at, err),
+			"the pod is held until the upstream is there")
 	}
 	return nil
 }
 
-// pod is one ADD on its way.
-type pod struct {
-	conf     *netconf.Conf
-	store    attach.Store
-	daemon   *attach.Client
-	record   attach.Record
-	known    bool               // this attachment was added before
-	siblings []attach.Record    // other attachments in the same netns
-	was      *ruleset.Installed // what is installed in the netns now
-	in       *ruleset.Installed // what this ADD installed
+// addition is one ADD in progress.
+type addition struct {
+	conf      *netconf.Conf
+	store     attach.Store
+	daemon    *attach.Client
+	record    attach.Record
+	known     bool               // an earlier ADD recorded this attachment in this netns
+	siblings  []attach.Record    // the container's other attachments in the same netns
+	previous  *ruleset.Installed // the ruleset in the netns before this ADD; nil if there is none
+	installed *ruleset.Installed // the ruleset that this ADD installed; nil if it has not
 }
 
-// lookup finds out whether the netns has a ruleset already: from an earlier ADD of the same attachment,
-// or from the container's attachment to another network.
-func (p *pod) lookup() error {
-	siblings, err := p.store.Siblings(p.record.ID, p.record.NetnsID)
+// findPrevious finds the ruleset that is in the netns already: from an earlier ADD of the same attachment, or
+// from the container's attachment to another network.
+func (a *addition) findPrevious() error {
+	siblings, err := a.store.Siblings(a.record.ID, a.record.NetnsID)
 	if err != nil {
 		return err
 	}
-	p.siblings = siblings
-	all := siblings
-	if r, err := p.store.Read(p.record.ID); err == nil && r.NetnsID == p.record.NetnsID {
-		p.known = true
-		all = append([]attach.Record{r}, siblings...)
+	a.siblings = siblings
+	inNetns := siblings
+	if r, err := a.store.Read(a.record.ID); err == nil && r.NetnsID == a.record.NetnsID {
+		a.known = true
+		inNetns = append([]attach.Record{r}, siblings...)
 	}
-	for _, r := range all {
+	for _, r := range inNetns {
 		if r.Installed != nil {
-			p.was = r.Installed
+			a.previous = r.Installed
 			break
 		}
 	}
 	return nil
 }
 
-// decide asks the daemon. Without it nobody knows whether the pod opted in, so it is captured until
-// somebody does.
-func (p *pod) decide(ctx context.Context) (attach.Decision, error) {
-	d, err := p.daemon.Attach(ctx, p.record.Attachment)
+// askDaemon gets the decision, and sets the record's state by it. If the daemon is down it is unknown whether
+// the pod opted in, so the pod is captured provisionally, unless onDaemonDown is fail.
+func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
+	at := a.record.Attachment
+	d, err := a.daemon.Attach(ctx, at)
 	var refused *attach.RefusedError
 	switch {
 	case err == nil:
-		switch {
-		case d.Provisional:
-			p.record.State = attach.Provisional
-		case d.Capture:
-			p.record.State = attach.Captured
-		default:
-			p.record.State = attach.Passed
-		}
+		a.record.State = stateOf(d)
 		return d, nil
 	case errors.As(err, &refused) && refused.Final:
-		return d, types.NewError(codeRefused, fmt.Sprintf("attaching %s: %s", p.record.Attachment, refused), "")
+		return d, types.NewError(codeRefused, fmt.Sprintf("attaching %s: %s", at, refused), "")
 	case errors.As(err, &refused):
-		return d, types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", p.record.Attachment, refused), "")
-	case p.conf.OnDaemonDown == netconf.Fail:
-		return d, types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", p.record.Attachment, err), "onDaemonDown is fail")
+		return d, types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", at, refused), "")
+	case a.conf.OnDaemonDown == netconf.Fail:
+		return d, types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", at, err), "onDaemonDown is fail")
 	}
-	logf("attaching %s: %s; its TCP waits until the daemon is there", p.record.Attachment, err)
-	p.record.State = attach.Provisional
-	r := ruleset.Provisional(p.record.IfName)
-	for _, s := range p.siblings {
+	logf("attaching %s: %s; its TCP waits until the daemon is there", at, err)
+	a.record.State = attach.Provisional
+	r := ruleset.Provisional(a.record.IfName)
+	for _, s := range a.siblings {
 		if !slices.Contains(r.Interfaces, s.IfName) {
 			r.Interfaces = append(r.Interfaces, s.IfName)
 		}
@@ -117,63 +154,78 @@ func (p *pod) decide(ctx context.Context) (attach.Decision, error) {
 	return attach.Decision{Capture: true, Ruleset: &r}, nil
 }
 
-// carryOut installs the ruleset, then records it: a record without rules would be a promise not kept.
-func (p *pod) carryOut(ctx context.Context, d attach.Decision) error {
-	if d.Capture {
-		in, err := ruleset.Apply(ctx, p.record.Netns, *d.Ruleset, p.conf.Backend, p.was)
-		if err != nil {
-			return err
-		}
-		p.in = &in
-		if !in.SYNGate {
-			logf("%s: this kernel has no socket match, so no SYN gate: while sluiced is down its connections are refused, not held", p.record.Attachment)
-		}
-		if err := ruleset.Patience(p.record.Netns, p.record.State == attach.Captured); err != nil {
-			logf("%s: gives up sooner if sluiced is late: %s", p.record.Attachment, err)
-		}
-	} else if p.was != nil && len(p.siblings) == 0 {
-		if err := p.was.Remove(ctx, p.record.Netns, nil); err != nil {
-			return err
-		}
+func stateOf(d attach.Decision) attach.State {
+	switch {
+	case d.Provisional:
+		return attach.Provisional
+	case d.Capture:
+		return attach.Captured
+	default:
+		return attach.Passed
 	}
-	p.record.Installed = p.in
-	if err := p.store.Write(p.record); err != nil || p.in == nil || len(p.siblings) == 0 {
-		return err
-	}
-	return p.store.Share(p.record.ID, p.record.NetnsID, p.in)
 }
 
-// maxHold is for a pod that is held without a timeout: runtimes have one, of minutes, and try again.
-const maxHold = time.Minute
-
-// hold waits for the upstream, if the pod's policy is to.
-func (p *pod) hold(late attach.Late) error {
-	if late.Policy != attach.Hold {
-		return nil
+// carryOut installs the ruleset, then writes the record: a record never claims rules that are not installed.
+func (a *addition) carryOut(ctx context.Context, d attach.Decision) error {
+	if d.Capture {
+		if err := a.install(ctx, *d.Ruleset); err != nil {
+			return err
+		}
+	} else if a.previous != nil && len(a.siblings) == 0 {
+		if err := a.previous.Remove(ctx, a.record.Netns, nil); err != nil {
+			return err
+		}
 	}
-	limit := cmp.Or(late.Timeout, maxHold)
-	if err := attach.WaitUntil(context.Background(), limit, p.daemon.Upstream); err != nil {
-		return fmt.Errorf("after %s: %w", limit, err)
+	a.record.Installed = a.installed
+	if err := a.store.Write(a.record); err != nil || a.installed == nil || len(a.siblings) == 0 {
+		return err
+	}
+	return a.store.Share(a.record.ID, a.record.NetnsID, a.installed)
+}
+
+func (a *addition) install(ctx context.Context, r ruleset.Ruleset) error {
+	installed, err := ruleset.Apply(ctx, a.record.Netns, r, a.conf.Backend, a.previous)
+	if err != nil {
+		return err
+	}
+	a.installed = &installed
+	if !installed.SYNGate {
+		logf("%s: this kernel has no socket match, so there is no SYN gate: "+
+			"while sluiced is down its connections are refused, not held", a.record.Attachment)
+	}
+	if err := ruleset.Patience(a.record.Netns, a.record.State == attach.Captured); err != nil {
+		logf("%s: its connections time out sooner if sluiced is late: %s", a.record.Attachment, err)
 	}
 	return nil
 }
 
-// undo puts the netns back. A ruleset that was there is applied again, never taken away.
-func (p *pod) undo(ctx context.Context) error {
-	ctx = context.WithoutCancel(ctx) // what failed may have been the time running out
+// hold waits for the upstream if the policy is to hold. The time that it takes is not part of callTimeout.
+func (a *addition) hold(late attach.Late) error {
+	if late.Policy != attach.Hold {
+		return nil
+	}
+	timeout := cmp.Or(late.Timeout, defaultHold)
+	if err := attach.WaitUntil(context.Background(), timeout, a.daemon.Upstream); err != nil {
+		return fmt.Errorf("after %s: %w", timeout, err)
+	}
+	return nil
+}
+
+// undo restores the netns. A ruleset that was there before is applied again and never removed, so that there is
+// no moment without capture.
+func (a *addition) undo(ctx context.Context) error {
+	ctx = context.WithoutCancel(ctx) // the error to undo may be the end of ctx
 	var errs []error
 	switch {
-	case p.was != nil:
-		if _, err := ruleset.Apply(ctx, p.record.Netns, p.was.Ruleset, p.conf.Backend, p.was); err != nil {
+	case a.previous != nil:
+		if _, err := ruleset.Apply(ctx, a.record.Netns, a.previous.Ruleset, a.conf.Backend, a.previous); err != nil {
 			errs = append(errs, err)
 		}
-	case p.in != nil:
-		errs = append(errs, p.in.Remove(ctx, p.record.Netns, nil))
+	case a.installed != nil:
+		errs = append(errs, a.installed.Remove(ctx, a.record.Netns, nil))
 	}
-	if !p.known {
-		errs = append(errs, p.detach(ctx))
+	if !a.known {
+		errs = append(errs, detach(ctx, a.daemon, a.record.ID))
 	}
 	return errors.Join(errs...)
 }
-
-func (p *pod) detach(ctx context.Context) error { return detach(ctx, p.daemon, p.record.ID) }

@@ -8,6 +8,8 @@ import (
 	"os"
 	"strings"
 
+	"github.com/containernetworking/cni/pkg/skel"
+	"github.com/containernetworking/cni/pkg/types"
 	"github.com/containernetworking/plugins/pkg/ns"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -15,7 +17,27 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// check compares what ADD did with what is there now, and names each difference.
+func cmdCheck(args *skel.CmdArgs) error {
+	conf, err := validConf(args)
+	if err != nil {
+		return err
+	}
+	if _, err := conf.Result(); err != nil {
+		return types.NewError(types.ErrInvalidNetworkConfig, err.Error(), "")
+	}
+	pod, err := parsePod(args)
+	if err != nil {
+		return err
+	}
+	if conf.Excluded(pod.Namespace) {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
+	defer cancel()
+	return check(ctx, conf, idOf(args), args.Netns)
+}
+
+// check compares the record of an ADD with the rules and the listeners in the netns, and names each difference.
 func check(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) error {
 	r, err := attach.NewStore(conf.StateDir).Read(id)
 	if errors.Is(err, os.ErrNotExist) {
@@ -27,41 +49,42 @@ func check(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) 
 	if r.Installed == nil {
 		return nil
 	}
-	now, err := attach.IdentifyNetns(netns)
+	netnsID, err := attach.IdentifyNetns(netns)
 	if err != nil {
 		return err
 	}
-	if now != r.NetnsID {
+	if netnsID != r.NetnsID {
 		return fmt.Errorf("%s: netns %s is not the one that was captured", r.Attachment, netns)
 	}
 	drift, err := r.Installed.Check(ctx, netns)
 	if err != nil {
 		return err
 	}
-	silent, err := notListening(netns, r.Installed.IPv6)
+	missing, err := missingListeners(netns, r.Installed.IPv6)
 	if err != nil {
 		return err
 	}
-	if drift = append(drift, silent...); len(drift) > 0 {
+	if drift = append(drift, missing...); len(drift) > 0 {
 		return fmt.Errorf("%s is not captured as it should be: %s", r.Attachment, strings.Join(drift, "; "))
 	}
 	return nil
 }
 
-// notListening names the families in which nobody listens on the capture port.
-func notListening(netns string, ipv6 bool) (missing []string, err error) {
+// missingListeners names the families in which no socket listens on the capture port.
+func missingListeners(netns string, ipv6 bool) (missing []string, err error) {
 	families := []string{"tcp"}
 	if ipv6 {
 		families = append(families, "tcp6")
 	}
 	err = ns.WithNetNSPath(netns, func(ns.NetNS) error {
 		for _, f := range families {
-			listens, err := listening("/proc/thread-self/net/" + f)
+			listens, err := hasListener("/proc/thread-self/net/" + f)
 			if err != nil {
 				return err
 			}
 			if !listens {
-				missing = append(missing, fmt.Sprintf("nothing listens on %s port %d: is sluiced running?", f, ruleset.OutboundPort))
+				missing = append(missing,
+					fmt.Sprintf("nothing listens on %s port %d: is sluiced running?", f, ruleset.OutboundPort))
 			}
 		}
 		return nil
@@ -69,19 +92,20 @@ func notListening(netns string, ipv6 bool) (missing []string, err error) {
 	return missing, err
 }
 
-// listening reads a table as proc_pid_net(5) describes it: sl, local_address, rem_address, st, …
-func listening(table string) (bool, error) {
+// hasListener looks for the capture port in a table of sockets. The columns of the table are sl, local_address,
+// rem_address, st, … (proc_pid_net(5)).
+func hasListener(table string) (bool, error) {
 	f, err := os.Open(table)
 	if err != nil {
 		return false, err
 	}
-	defer f.Close() //nolint:errcheck // only read
+	defer f.Close() //nolint:errcheck // nothing was written
 	const stateListen = "0A"
 	port := fmt.Sprintf(":%04X", ruleset.OutboundPort)
 	lines := bufio.NewScanner(f)
 	for lines.Scan() {
-		w := strings.Fields(lines.Text())
-		if len(w) > 3 && strings.HasSuffix(w[1], port) && w[3] == stateListen {
+		columns := strings.Fields(lines.Text())
+		if len(columns) > 3 && strings.HasSuffix(columns[1], port) && columns[3] == stateListen {
 			return true, nil
 		}
 	}

@@ -6,15 +6,28 @@ import (
 	"os"
 	"slices"
 
+	"github.com/containernetworking/cni/pkg/skel"
+
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/netconf"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// del undoes an ADD. What is not there any more is no error, or the pod would never go away.
+func cmdDel(args *skel.CmdArgs) error {
+	conf, err := parseConf(args)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
+	defer cancel()
+	return del(ctx, conf, idOf(args))
+}
+
+// del undoes an ADD. A record, ruleset or netns that is gone already is no error: the runtime repeats a DEL that
+// fails, and the pod could never be deleted.
 func del(ctx context.Context, conf *netconf.Conf, id attach.ID) error {
 	if id.Validate() != nil {
-		return nil // ADD would not have taken it
+		return nil // ADD does not accept such an ID
 	}
 	store := attach.NewStore(conf.StateDir)
 	var errs []error
@@ -23,22 +36,23 @@ func del(ctx context.Context, conf *netconf.Conf, id attach.ID) error {
 	case err == nil:
 		errs = append(errs, uninstall(ctx, store, record))
 	case !errors.Is(err, os.ErrNotExist):
-		logf("%s; its rules go with the netns", err)
+		logf("%s; its rules are not removed, but end with the netns", err)
 	}
-	// The record goes before the daemon is told: one that starts in between must not take it up again.
+	// First the record, then the daemon: a daemon that starts in between must not find the record and take on the pod.
 	errs = append(errs, store.Remove(id))
 	errs = append(errs, detach(ctx, attach.NewClient(conf.AgentSocket), id))
 	return errors.Join(errs...)
 }
 
-// uninstall takes the rules out of a netns that outlives its last attachment; what is left of several keeps
-// those that are its own.
+// uninstall removes the rules from a netns that outlives its last attachment. While the container has other
+// attachments in the netns, it only removes the interface of r from the rules.
 func uninstall(ctx context.Context, store attach.Store, r attach.Record) error {
 	if r.Installed == nil {
 		return nil
 	}
-	if now, err := attach.IdentifyNetns(r.Netns); errors.Is(err, attach.ErrNetnsGone) || err == nil && now != r.NetnsID {
-		return nil
+	netns, err := attach.IdentifyNetns(r.Netns)
+	if errors.Is(err, attach.ErrNetnsGone) || err == nil && netns != r.NetnsID {
+		return nil // its rules are gone with it
 	}
 	siblings, err := store.Siblings(r.ID, r.NetnsID)
 	if err != nil {
@@ -47,16 +61,19 @@ func uninstall(ctx context.Context, store attach.Store, r attach.Record) error {
 	if len(siblings) == 0 {
 		return r.Installed.Remove(ctx, r.Netns, nil)
 	}
-	rest := r.Installed.Ruleset
-	rest.Interfaces = slices.DeleteFunc(slices.Clone(rest.Interfaces), func(name string) bool { return name == r.IfName })
-	in, err := ruleset.Apply(ctx, r.Netns, rest, r.Installed.Backend, r.Installed)
+	others := r.Installed.Ruleset
+	others.Interfaces = slices.DeleteFunc(slices.Clone(others.Interfaces), func(name string) bool {
+		return name == r.IfName
+	})
+	installed, err := ruleset.Apply(ctx, r.Netns, others, r.Installed.Backend, r.Installed)
 	if err != nil {
 		return err
 	}
-	return store.Share(r.ID, r.NetnsID, &in)
+	return store.Share(r.ID, r.NetnsID, &installed)
 }
 
-// detach tells the daemon, if it is there. One that is not will find neither record nor netns.
+// detach tells the daemon that the attachment is gone. A daemon that is down is no error: when it starts, it finds
+// no record to take on.
 func detach(ctx context.Context, daemon *attach.Client, id attach.ID) error {
 	if err := daemon.Detach(ctx, id); err != nil && !errors.Is(err, attach.ErrDaemonDown) {
 		return err
