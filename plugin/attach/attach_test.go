@@ -94,7 +94,7 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// record is one with everything in it.
+// record makes a record with every field set.
 func record(containerID, ifName string) attach.Record {
 	return attach.Record{
 		Attachment: attach.Attachment{
@@ -112,16 +112,16 @@ func record(containerID, ifName string) attach.Record {
 	}
 }
 
-// same compares records, in which addresses keep to themselves what they are.
+// same compares records by their JSON, as netip types have no exported fields.
 var same = cmp.Comparer(func(a, b attach.Record) bool {
 	x, xerr := json.Marshal(a)
 	y, yerr := json.Marshal(b)
 	return xerr == nil && yerr == nil && bytes.Equal(x, y)
 })
 
-func checkError(t *testing.T, what string, err error, want string) {
+func checkError(t *testing.T, subject string, err error, want string) {
 	t.Helper()
 	if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
-		t.Errorf("%s: got error %v, want %q", what, err, want)
+		t.Errorf("%s: got error %v, want %q", subject, err, want)
 	}
 }

@@ -18,7 +18,7 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// daemon is a server on a unix socket; it returns a client to it.
+// daemon serves a unix socket with handle and returns a client of it.
 func daemon(t *testing.T, handle http.HandlerFunc) *attach.Client {
 	t.Helper()
 	socket := filepath.Join(t.TempDir(), "s")
@@ -81,8 +81,10 @@ func TestClientDetach(t *testing.T) {
 func TestClientStatus(t *testing.T) {
 	t.Parallel()
 	want := attach.Status{
-		Upstream:    attach.UpstreamStatus{Address: "127.0.0.1:18080", Protocol: "connect", Ready: true},
-		Attachments: []attach.AttachmentStatus{{Pod: "ci/web-0", Attachment: "4f2a/eth0", State: attach.Captured, Waiting: 2}},
+		Upstream: attach.UpstreamStatus{Address: "127.0.0.1:18080", Protocol: "connect", Ready: true},
+		Attachments: []attach.AttachmentStatus{
+			{Pod: "ci/web-0", Attachment: "4f2a/eth0", State: attach.Captured, Waiting: 2},
+		},
 	}
 	c := daemon(t, func(w http.ResponseWriter, req *http.Request) {
 		var v any = want
@@ -121,22 +123,22 @@ func TestClientIsRefused(t *testing.T) {
 	}
 }
 
-// TestClientTakesOddAnswersForDown: it is never read as a decision, least of all as "not captured".
-func TestClientTakesOddAnswersForDown(t *testing.T) {
+// TestClientTakesInvalidAnswersForDown: no invalid answer is read as a decision, above all not as "not captured".
+func TestClientTakesInvalidAnswersForDown(t *testing.T) {
 	t.Parallel()
 	for name, handle := range map[string]http.HandlerFunc{
-		"404 of somebody else":     answer(404, "404 page not found\n"),
-		"500 without a word":       answer(500, ""),
+		"404 of another server":    answer(404, "404 page not found\n"),
+		"500 without a body":       answer(500, ""),
 		"an error without message": answer(503, `{"final":true}`),
 		"503 in HTML":              answer(503, "<html>"),
 		"not JSON":                 answer(200, "hello"),
-		"nothing":                  answer(200, ""),
+		"an empty body":            answer(200, ""),
 		"cut off":                  answer(200, `{"capture":false,`),
 		"another type":             answer(200, `{"capture":"no"}`),
-		"capture, but not how":     answer(200, `{"capture":true}`),
+		"capture without ruleset":  answer(200, `{"capture":true}`),
 		"a bad ruleset":            answer(200, `{"capture":true,"ruleset":{"includePorts":["0"]}}`),
-		"hangs up":                 func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) },
-		"hangs up half-way": func(w http.ResponseWriter, _ *http.Request) {
+		"no answer":                func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) },
+		"closed in the body": func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Length", "1000")
 			_, _ = io.WriteString(w, `{"capture":`)
 			_ = http.NewResponseController(w).Flush()
@@ -153,8 +155,8 @@ func TestClientTakesOddAnswersForDown(t *testing.T) {
 	}
 }
 
-// TestClientTakesAnAnswerThatSaysNothingForDown: JSON it is, but no decision was made.
-func TestClientTakesAnAnswerThatSaysNothingForDown(t *testing.T) {
+// TestClientTakesAnswersWithoutDecisionForDown: valid JSON without a reason is not a decision.
+func TestClientTakesAnswersWithoutDecisionForDown(t *testing.T) {
 	t.Parallel()
 	for _, body := range []string{`{}`, `null`, `{"error":"?"}`} {
 		d, err := daemon(t, answer(200, body)).Attach(t.Context(), record("4f2a", "eth0").Attachment)
@@ -167,8 +169,8 @@ func TestClientTakesAnAnswerThatSaysNothingForDown(t *testing.T) {
 func TestClientWithoutDaemon(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	nobody := filepath.Join(dir, "left-behind")
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: nobody, Net: "unix"})
+	stale := filepath.Join(dir, "left-behind")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: stale, Net: "unix"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -176,10 +178,16 @@ func TestClientWithoutDaemon(t *testing.T) {
 	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
-	for what, socket := range map[string]string{"no socket": filepath.Join(dir, "none"), "nobody listens": nobody, "a directory": dir} {
+	for name, socket := range map[string]string{
+		"no socket": filepath.Join(dir, "none"), "no listener": stale, "a directory": dir,
+	} {
 		_, err := attach.NewClient(socket).Status(t.Context())
-		if !errors.Is(err, attach.ErrDaemonDown) || !strings.Contains(err.Error(), socket) || strings.Contains(err.Error(), "http://") {
-			t.Errorf("%s: got %v, want ErrDaemonDown at %s", what, err, socket)
+		if !errors.Is(err, attach.ErrDaemonDown) {
+			t.Errorf("%s: got %v, want ErrDaemonDown", name, err)
+			continue
+		}
+		if text := err.Error(); !strings.Contains(text, socket) || strings.Contains(text, "http://") {
+			t.Errorf("%s: got %q, want the path %s and no URL", name, text, socket)
 		}
 	}
 }
@@ -203,7 +211,7 @@ func TestClientOfADaemonThatHangs(t *testing.T) {
 	}
 }
 
-// TestClientOfADaemonThatDoesNotAccept: a daemon that is stopped, or that has not got round to it yet.
+// TestClientOfADaemonThatDoesNotAccept: the daemon is stopped, or has only just started.
 func TestClientOfADaemonThatDoesNotAccept(t *testing.T) {
 	t.Parallel()
 	socket := filepath.Join(t.TempDir(), "s")
@@ -211,7 +219,7 @@ func TestClientOfADaemonThatDoesNotAccept(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close() //nolint:errcheck // nobody used it
+	defer l.Close() //nolint:errcheck // it was not used
 	ctx, cancel := context.WithCancel(t.Context())
 	c := attach.NewClient(socket)
 	done := make(chan error)

@@ -24,10 +24,10 @@ func TestIdentifyNetnsTellsNetnsApart(t *testing.T) {
 	a, b := testbed.NewHost(t, "a"), testbed.NewHost(t, "b")
 	idA, idB := identify(t, a.Path()), identify(t, b.Path())
 	if idA == idB || idA.SameFile(idB) {
-		t.Errorf("two netns: got %+v and %+v", idA, idB)
+		t.Errorf("two netns: got %+v and %+v, want two identities", idA, idB)
 	}
 	if again := identify(t, a.Path()); again != idA {
-		t.Errorf("one netns: got %+v and %+v", idA, again)
+		t.Errorf("one netns: got %+v and %+v, want one identity", idA, again)
 	}
 	if idA.Cookie == 0 {
 		t.Errorf("got %+v, want a cookie; it takes Linux 5.14", idA)
@@ -38,8 +38,8 @@ func TestIdentifyNetnsTellsNetnsApart(t *testing.T) {
 	}
 }
 
-// TestIdentifyNetnsRecreatedAtTheSamePath does so a number of times: the kernel gives a new netns the inode of one
-// that it has cleaned up by then.
+// TestIdentifyNetnsRecreatedAtTheSamePath recreates the netns several times, as only some of the new netns get a used
+// inode: the kernel gives it away once it has cleaned up the netns that had it.
 func TestIdentifyNetnsRecreatedAtTheSamePath(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "again")
@@ -64,14 +64,15 @@ func TestIdentifyNetnsGone(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for what, path := range map[string]string{
-		"no such file": filepath.Join(dir, "none"), "a plain file": file, "a process that ended": "/proc/4194305/ns/net", "a directory": dir,
+	for name, path := range map[string]string{
+		"no such file": filepath.Join(dir, "none"), "a plain file": file, "a directory": dir,
+		"a process that ended": "/proc/4194305/ns/net", // above the highest PID
 	} {
 		_, err := attach.IdentifyNetns(path)
 		if !errors.Is(err, attach.ErrNetnsGone) {
-			t.Errorf("%s: got %v, want ErrNetnsGone", what, err)
+			t.Errorf("%s: got %v, want ErrNetnsGone", name, err)
 		}
-		checkError(t, what, err, path)
+		checkError(t, name, err, path)
 	}
 	h := testbed.NewHost(t, "deleted")
 	h.Delete()

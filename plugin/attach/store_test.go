@@ -51,7 +51,7 @@ func TestStoreWriteReadRemove(t *testing.T) {
 	r.State, r.Installed = attach.Passed, nil
 	write(t, s, r)
 	if got, err = s.Read(r.ID); err != nil || got.State != attach.Passed || got.Installed != nil {
-		t.Errorf("Read of what replaced it: got %+v, %v", got, err)
+		t.Errorf("Read after the second Write: got %+v, %v; want the second record", got, err)
 	}
 	if names := files(t, dir); !slices.Equal(names, []string{"4f2a:eth0.json"}) {
 		t.Errorf("got files %q, want one", names)
@@ -66,7 +66,7 @@ func TestStoreWriteReadRemove(t *testing.T) {
 	}
 }
 
-func TestStoreIsForRootAlone(t *testing.T) {
+func TestStoreIsForRootOnly(t *testing.T) {
 	t.Parallel()
 	s, dir := newStore(t)
 	write(t, s, record("4f2a", "eth0"))
@@ -104,7 +104,7 @@ func TestStoreSiblings(t *testing.T) {
 	s, _ := newStore(t)
 	eth0, net1 := record("4f2a", "eth0"), record("4f2a", "net1")
 	elsewhere := record("4f2a", "net2")
-	elsewhere.NetnsID.Cookie++ // an attachment of the same container, of a netns that was there before
+	elsewhere.NetnsID.Cookie++ // an attachment of the same container, in an earlier netns
 	other, prefix := record("99", "eth0"), record("4f2a4", "eth0")
 	write(t, s, eth0, net1, elsewhere, other, prefix)
 	got, err := s.Siblings(eth0.ID, eth0.NetnsID)
@@ -116,7 +116,7 @@ func TestStoreSiblings(t *testing.T) {
 	}
 }
 
-// TestStoreShare: the attachments of one netns have one ruleset between them; those without any keep none.
+// TestStoreShare: the attachments of one netns share one ruleset; records without a ruleset stay so.
 func TestStoreShare(t *testing.T) {
 	t.Parallel()
 	s, _ := newStore(t)
@@ -125,13 +125,13 @@ func TestStoreShare(t *testing.T) {
 	elsewhere := record("4f2a", "net3")
 	elsewhere.NetnsID.Cookie++
 	write(t, s, eth0, net1, passed, elsewhere)
-	in := *eth0.Installed
-	in.Ruleset.Interfaces = []string{"eth0", "net1"}
-	if err := s.Share(eth0.ID, eth0.NetnsID, &in); err != nil {
+	installed := *eth0.Installed
+	installed.Ruleset.Interfaces = []string{"eth0", "net1"}
+	if err := s.Share(eth0.ID, eth0.NetnsID, &installed); err != nil {
 		t.Fatalf("Share: %v", err)
 	}
-	net1.Installed = &in
-	for _, want := range []attach.Record{eth0, net1, passed, elsewhere} { // eth0 is whose writer shares
+	net1.Installed = &installed
+	for _, want := range []attach.Record{eth0, net1, passed, elsewhere} { // the caller writes the record of eth0 itself
 		got, err := s.Read(want.ID)
 		if err != nil {
 			t.Fatalf("Read: %v", err)
@@ -146,7 +146,9 @@ func TestStoreIgnoresAndSweepsHalfWrittenFiles(t *testing.T) {
 	t.Parallel()
 	s, dir := newStore(t)
 	write(t, s, record("4f2a", "eth0"))
-	for name, age := range map[string]time.Duration{"new-1.tmp": time.Hour, "new-2.tmp": 0, "new-3.tmp": 2 * time.Minute} {
+	for name, age := range map[string]time.Duration{
+		"new-1.tmp": time.Hour, "new-2.tmp": 0, "new-3.tmp": 2 * time.Minute,
+	} {
 		path := filepath.Join(dir, name)
 		if err := os.WriteFile(path, []byte(`{"containerID":"half`), 0o600); err != nil {
 			t.Fatal(err)
@@ -156,7 +158,7 @@ func TestStoreIgnoresAndSweepsHalfWrittenFiles(t *testing.T) {
 		}
 	}
 	if got, err := s.List(); err != nil || len(got) != 1 {
-		t.Errorf("List: got %v, %v; want the whole record alone", got, err)
+		t.Errorf("List: got %v, %v; want only the complete record", got, err)
 	}
 	if err := s.Sweep(time.Minute); err != nil {
 		t.Errorf("Sweep: %v", err)
@@ -237,7 +239,7 @@ func TestStoreWithConcurrentWriters(t *testing.T) {
 		t.Errorf("List meanwhile: %v", err)
 	}
 	if got := files(t, dir); !slices.Equal(got, []string{"shared:eth0.json"}) {
-		t.Errorf("got files %q, want the shared record alone", got)
+		t.Errorf("got files %q, want only the shared record", got)
 	}
 }
 
@@ -249,7 +251,7 @@ func TestStoreChanged(t *testing.T) {
 	if again, err := s.Changed(last); err != nil || !again.Equal(last) {
 		t.Errorf("nothing changed: got %v, %v; want %v", again, err, last)
 	}
-	for what, change := range map[string]func() error{
+	for name, change := range map[string]func() error{
 		"another":  func() error { return s.Write(record("99", "eth0")) },
 		"replaced": func() error { return s.Write(record("4f2a", "eth0")) },
 		"removed":  func() error { return s.Remove(record("4f2a", "eth0").ID) },
@@ -259,14 +261,14 @@ func TestStoreChanged(t *testing.T) {
 		}
 		now, err := s.Changed(last)
 		if err != nil || now.Equal(last) {
-			t.Errorf("%s: got %v, %v; want another time than %v", what, now, err, last)
+			t.Errorf("%s: got %v, %v; want another time than %v", name, now, err, last)
 		}
 		last = settled(t, s, dir)
 	}
 }
 
-// TestStoreChangedWhenTheClockJumpsBack: the last look may have come right after a change, and another change in the same
-// tick of the kernel's clock right after the look. From where the clock is then, both are in the future.
+// TestStoreChangedWhenTheClockJumpsBack: a first call of Changed may come right after a change, and a second change
+// right after the call in the same tick of the kernel's clock. If the clock then jumps back, both are in the future.
 func TestStoreChangedWhenTheClockJumpsBack(t *testing.T) {
 	t.Parallel()
 	s, dir := newStore(t)
@@ -276,12 +278,12 @@ func TestStoreChangedWhenTheClockJumpsBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	at, err := s.Changed(time.Time{})
-	if err != nil || !at.Equal(soon) { // right after the change it was another
+	if err != nil || !at.Equal(soon) { // a call right after the change returns another time
 		t.Errorf("Changed: got %v, %v; want %v", at, err, soon)
 	}
 }
 
-// settled makes the last change old, and returns the time that tells of it.
+// settled makes the last change an hour old, and returns the time that Changed returns for it.
 func settled(t *testing.T, s attach.Store, dir string) time.Time {
 	t.Helper()
 	old := time.Now().Add(-time.Hour).Truncate(time.Second)
@@ -307,7 +309,7 @@ func TestStoreThatCannotBeWritten(t *testing.T) {
 	fine, dir := newStore(t)
 	checkError(t, "Writable", fine.Writable(), "")
 	if left := files(t, dir); len(left) > 0 {
-		t.Errorf("Writable left %q behind", left)
+		t.Errorf("Writable: got files %q left, want none", left)
 	}
 }
 
@@ -324,7 +326,8 @@ func files(t *testing.T, dir string) []string {
 	return names
 }
 
-// FuzzRecord: whatever is in a record's file, it is read or reported, and never more than once around.
+// FuzzRecord: for every content of a record's file Read returns a record or an error with the file's name, and a record
+// survives being written and read again.
 func FuzzRecord(f *testing.F) {
 	for _, seed := range []string{
 		`{}`, `null`, `[]`, `{"containerID":"4f2a","ifName":"eth0","netnsID":{"ino":1},"state":"provisional"}`,
@@ -352,11 +355,11 @@ func FuzzRecord(f *testing.F) {
 		}
 		r.ID = id
 		if err := s.Write(r); err != nil {
-			return // read, but not to be written: such as a port range that no text stands for
+			return // not every record that can be read can be written, such as a port range without a text form
 		}
 		again, err := s.Read(id)
 		if err != nil {
-			t.Fatalf("%q: written and not read again: %v", data, err)
+			t.Fatalf("%q: reading the written record: %v", data, err)
 		}
 		if diff := cmp.Diff(r, again, same); diff != "" {
 			t.Errorf("%q (-want +got):\n%s", data, diff)
