@@ -10,12 +10,20 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// A damage is done to the rules of Provisional("eth0") by commands; Check then says want, and nothing else.
+// damage is a change that commands make to the rules of Provisional("eth0"), and the drift that Check then reports.
 type damage struct {
 	name     string
 	commands []string // IPT and IP6T stand for the tools of the flavour
-	want     []string
+	want     []string // every line of the drift
 }
+
+// Parts of the rules of Provisional("eth0").
+const (
+	redirect    = "-p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports "
+	jumpToInput = "-A INPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT"
+	synGate     = "-A SLUICE_INPUT -p tcp -m tcp --dport 15001 " +
+		"-m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN"
+)
 
 var iptablesDamages = []damage{
 	{
@@ -25,15 +33,15 @@ var iptablesDamages = []damage{
 	},
 	{
 		"a rule of IPv6 is deleted",
-		[]string{"IP6T -t nat -D SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001"},
-		[]string{"IPv6 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001"},
+		[]string{"IP6T -t nat -D SLUICE_CAPTURE " + redirect + "15001"},
+		[]string{"IPv6 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE " + redirect + "15001"},
 	},
 	{
 		"a rule is changed",
-		[]string{"IPT -t nat -R SLUICE_CAPTURE 1 -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15002"},
+		[]string{"IPT -t nat -R SLUICE_CAPTURE 1 " + redirect + "15002"},
 		[]string{
-			"IPv4 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
-			"IPv4 nat SLUICE_CAPTURE: unexpected: -A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15002",
+			"IPv4 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE " + redirect + "15001",
+			"IPv4 nat SLUICE_CAPTURE: unexpected: -A SLUICE_CAPTURE " + redirect + "15002",
 		},
 	},
 	{
@@ -45,7 +53,7 @@ var iptablesDamages = []damage{
 		"a chain is deleted, and the jump to it",
 		[]string{"IPT -t mangle -D INPUT 1", "IPT -t mangle -F SLUICE_INPUT", "IPT -t mangle -X SLUICE_INPUT"},
 		[]string{
-			"IPv4 mangle: missing: -A INPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT",
+			"IPv4 mangle: missing: " + jumpToInput,
 			"IPv4 mangle SLUICE_INPUT: chain missing",
 		},
 	},
@@ -66,7 +74,10 @@ var iptablesDamages = []damage{
 	},
 	{
 		"rules change places",
-		[]string{"IPT -t mangle -D SLUICE_INPUT -p tcp --dport 15001 -j DROP", "IPT -t mangle -I SLUICE_INPUT -p tcp --dport 15001 -j DROP"},
+		[]string{
+			"IPT -t mangle -D SLUICE_INPUT -p tcp --dport 15001 -j DROP",
+			"IPT -t mangle -I SLUICE_INPUT -p tcp --dport 15001 -j DROP",
+		},
 		[]string{"IPv4 mangle SLUICE_INPUT: rules out of order or repeated"},
 	},
 }
@@ -75,7 +86,7 @@ var nftablesDamages = []damage{
 	{
 		"a rule is deleted",
 		[]string{"nft flush chain ip sluice-nat SLUICE_CAPTURE"},
-		[]string{"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001"},
+		[]string{"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE " + redirect + "15001"},
 	},
 	{
 		"a rule is changed",
@@ -84,7 +95,7 @@ var nftablesDamages = []damage{
 			"nft add rule ip sluice-nat SLUICE_CAPTURE meta l4proto tcp redirect to :15002",
 		},
 		[]string{
-			"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
+			"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE " + redirect + "15001",
 			"IPv4 table sluice-nat chain SLUICE_CAPTURE: unexpected: a rule that is not ours, handle ",
 		},
 	},
@@ -96,15 +107,15 @@ var nftablesDamages = []damage{
 	{
 		"a chain is deleted",
 		[]string{"nft delete chain ip sluice-mangle INPUT"},
-		[]string{"IPv4 table sluice-mangle chain INPUT: missing or changed: -A INPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT"},
+		[]string{"IPv4 table sluice-mangle chain INPUT: missing or changed: " + jumpToInput},
 	},
 	{
 		"a table is deleted",
 		[]string{"nft delete table ip6 sluice-mangle"},
 		[]string{
-			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -p tcp -m tcp --dport 15001 -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
+			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: " + synGate,
 			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -p tcp -m tcp --dport 15001 -j DROP",
-			"IPv6 table sluice-mangle chain INPUT: missing or changed: -A INPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT",
+			"IPv6 table sluice-mangle chain INPUT: missing or changed: " + jumpToInput,
 		},
 	},
 	{
@@ -123,24 +134,26 @@ var nftablesDamages = []damage{
 		[]string{"IPv4 table sluice-nat chain SLUICE_OUTPUT: rules out of order or repeated"},
 	},
 	{
-		// The guard without the socket match: it would let SYNs to a closed port through.
-		"the gate is taken out of the guard",
+		// Without the socket match the guard would let SYNs to a closed port through.
+		"the SYN gate is removed from the guard",
 		[]string{
 			"nft flush chain ip sluice-mangle SLUICE_INPUT",
 			"nft add rule ip sluice-mangle SLUICE_INPUT tcp dport 15001 ct status dnat return",
 			"nft add rule ip sluice-mangle SLUICE_INPUT tcp dport 15001 drop",
 		},
 		[]string{
-			"IPv4 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -p tcp -m tcp --dport 15001 -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
+			"IPv4 table sluice-mangle chain SLUICE_INPUT: missing or changed: " + synGate,
 			"IPv4 table sluice-mangle chain SLUICE_INPUT: unexpected: a rule that is not ours, handle ",
 		},
 	},
 }
 
-// TestCheckNamesDrift also mends it: to apply again, and to remove, works on whatever is left.
+// TestCheckNamesDrift also repairs the drift: Apply and Remove work on damaged rules too.
 func TestCheckNamesDrift(t *testing.T) {
 	t.Parallel()
-	damages := map[string][]damage{"iptables-nft": iptablesDamages, "iptables-legacy": iptablesDamages, "nftables": nftablesDamages}
+	damages := map[string][]damage{
+		"iptables-nft": iptablesDamages, "iptables-legacy": iptablesDamages, "nftables": nftablesDamages,
+	}
 	for _, backend := range kernelBackends {
 		tools := strings.NewReplacer("IPT", backend, "IP6T", strings.Replace(backend, "iptables", "ip6tables", 1))
 		for _, d := range damages[backend] {
@@ -148,7 +161,7 @@ func TestCheckNamesDrift(t *testing.T) {
 				t.Parallel()
 				h := testbed.NewHost(t, "drift")
 				in := apply(t, h, ruleset.Provisional("eth0"), backend, nil)
-				for _, again := range []func(){
+				for _, repair := range []func(){
 					func() { checkNoDrift(t, h, apply(t, h, in.Ruleset, backend, &in)) },
 					func() {
 						if err := in.Remove(t.Context(), h.Path(), nil); err != nil {
@@ -162,7 +175,7 @@ func TestCheckNamesDrift(t *testing.T) {
 						h.Exec(words[0], words[1:]...)
 					}
 					checkDrift(t, h, in, d.want)
-					again()
+					repair()
 				}
 			})
 		}

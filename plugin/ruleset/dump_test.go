@@ -13,8 +13,7 @@ import (
 	"github.com/google/nftables/userdata"
 )
 
-// dumpTable writes what the nftables backend makes of a table: of each rule its reason, then one line for each
-// expression.
+// dumpTable writes a table as the nftables backend renders it: for each rule its reason, then a line for each expression.
 func dumpTable(w io.Writer, f Family, t table) {
 	nt := &nftables.Table{Family: nftFamily(f), Name: nftTablePrefix + t.name}
 	fmt.Fprintf(w, "table %s %s\n", map[Family]string{IPv4: "ip", IPv6: "ip6"}[f], nt.Name)
@@ -39,14 +38,18 @@ func dumpRule(w io.Writer, r *nftables.Rule) {
 	}
 }
 
-// describe is an expression on one line, in the words of `nft --debug=netlink` as far as they go.
+// describe writes an expression on one line, as `nft --debug=netlink` does if it has words for it.
 func describe(e expr.Any) string {
 	switch e := e.(type) {
 	case *expr.Meta:
-		keys := map[expr.MetaKey]string{expr.MetaKeyIIFNAME: "iifname", expr.MetaKeyOIFNAME: "oifname", expr.MetaKeyL4PROTO: "l4proto"}
+		keys := map[expr.MetaKey]string{
+			expr.MetaKeyIIFNAME: "iifname", expr.MetaKeyOIFNAME: "oifname", expr.MetaKeyL4PROTO: "l4proto",
+		}
 		return fmt.Sprintf("meta load %s => reg %d", keys[e.Key], e.Register)
 	case *expr.Payload:
-		bases := map[expr.PayloadBase]string{expr.PayloadBaseNetworkHeader: "network", expr.PayloadBaseTransportHeader: "transport"}
+		bases := map[expr.PayloadBase]string{
+			expr.PayloadBaseNetworkHeader: "network", expr.PayloadBaseTransportHeader: "transport",
+		}
 		return fmt.Sprintf("payload load %d bytes at %s + %d => reg %d", e.Len, bases[e.Base], e.Offset, e.DestRegister)
 	case *expr.Bitwise:
 		return fmt.Sprintf("bitwise reg %d = (reg %d & %x) ^ %x", e.DestRegister, e.SourceRegister, e.Mask, e.Xor)
@@ -55,11 +58,13 @@ func describe(e expr.Any) string {
 	case *expr.Range:
 		return fmt.Sprintf("range %s reg %d %x to %x", compare(e.Op), e.Register, e.FromData, e.ToData)
 	case *expr.Ct:
-		return fmt.Sprintf("ct load %s => reg %d", map[expr.CtKey]string{expr.CtKeySTATE: "state", expr.CtKeySTATUS: "status"}[e.Key], e.Register)
+		keys := map[expr.CtKey]string{expr.CtKeySTATE: "state", expr.CtKeySTATUS: "status"}
+		return fmt.Sprintf("ct load %s => reg %d", keys[e.Key], e.Register)
 	case *expr.Fib:
 		return fmt.Sprintf("fib daddr=%t type=%t => reg %d", e.FlagDADDR, e.ResultADDRTYPE, e.Register)
 	case *expr.Socket:
-		return fmt.Sprintf("socket load %s => reg %d", map[expr.SocketKey]string{expr.SocketKeyWildcard: "wildcard"}[e.Key], e.Register)
+		keys := map[expr.SocketKey]string{expr.SocketKeyWildcard: "wildcard"}
+		return fmt.Sprintf("socket load %s => reg %d", keys[e.Key], e.Register)
 	case *expr.Immediate:
 		return fmt.Sprintf("immediate reg %d %x", e.Register, e.Data)
 	case *expr.Redir:
@@ -67,7 +72,9 @@ func describe(e expr.Any) string {
 	case *expr.Reject:
 		return fmt.Sprintf("reject type %d code %d", e.Type, e.Code)
 	case *expr.Verdict:
-		kinds := map[expr.VerdictKind]string{expr.VerdictReturn: "return", expr.VerdictDrop: "drop", expr.VerdictJump: "jump"}
+		kinds := map[expr.VerdictKind]string{
+			expr.VerdictReturn: "return", expr.VerdictDrop: "drop", expr.VerdictJump: "jump",
+		}
 		return strings.TrimSpace(kinds[e.Kind] + " " + e.Chain)
 	}
 	return fmt.Sprintf("%#v", e)
@@ -77,7 +84,7 @@ func compare(op expr.CmpOp) string {
 	return map[expr.CmpOp]string{expr.CmpOpEq: "==", expr.CmpOpNeq: "!=", expr.CmpOpLte: "<="}[op]
 }
 
-// data is hexadecimal, or the name of an interface.
+// data writes the name of an interface, or else hexadecimal digits.
 func data(b []byte) string {
 	if name := strings.TrimRight(string(b), "\x00"); len(b) == 16 && ValidateInterface(name) == nil {
 		return strconv.Quote(name)
@@ -85,7 +92,7 @@ func data(b []byte) string {
 	return hex.EncodeToString(b)
 }
 
-// TestDumpKnowsEveryExpression keeps the golden files readable: nothing in them is Go syntax.
+// TestDumpKnowsEveryExpression keeps the golden files readable: they contain no Go syntax.
 func TestDumpKnowsEveryExpression(t *testing.T) {
 	t.Parallel()
 	for _, tc := range goldenCases {

@@ -13,10 +13,10 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// The tests of this file put tools that fail before the real ones in PATH, so they do not run in parallel.
+// The tests of this file put failing tools before the real ones in PATH, so they do not run in parallel.
 
-// breakTool makes tool fail for documents that match the shell pattern. It fails half-way, after the first table,
-// unless it fails for everything.
+// breakTool makes tool fail for documents that match the shell pattern. The tool commits the first table before it
+// fails, unless the pattern is everything.
 func breakTool(t *testing.T, tool, pattern string) {
 	t.Helper()
 	tool += "-restore"
@@ -59,11 +59,11 @@ func TestWithoutSocketMatchThereIsNoSYNGate(t *testing.T) {
 			h := testbed.NewHost(t, "broken")
 			in := apply(t, h, rich(), tool, nil)
 			if in.SYNGate || !in.IPv6 {
-				t.Errorf("got SYNGate %t, IPv6 %t; want IPv6 alone", in.SYNGate, in.IPv6)
+				t.Errorf("got SYNGate %t, IPv6 %t; want only IPv6", in.SYNGate, in.IPv6)
 			}
 			checkNoDrift(t, h, in)
 			if got := rules(h); strings.Contains(got, "socket") || !strings.Contains(got, "SLUICE_INPUT") {
-				t.Errorf("got these rules, want the guard without a SYN gate:\n%s", got)
+				t.Errorf("want the guard without a SYN gate, got these rules:\n%s", got)
 			}
 			if err := in.Remove(t.Context(), h.Path(), nil); err != nil {
 				t.Errorf("Remove: %v", err)
@@ -108,8 +108,9 @@ func TestFailureHalfWayLeavesNothing(t *testing.T) {
 			breakTool(t, tool, ofCapture)
 			h := testbed.NewHost(t, "broken")
 			_, err := ruleset.Apply(t.Context(), h.Path(), rich(), tool, nil)
-			if err == nil || !strings.Contains(err.Error(), tool+"-restore") || !strings.Contains(err.Error(), "broken by a test") {
-				t.Errorf("Apply: got %v, want the tool and what it said", err)
+			if err == nil || !strings.Contains(err.Error(), tool+"-restore") ||
+				!strings.Contains(err.Error(), "broken by a test") {
+				t.Errorf("Apply: got %v, want an error with the tool's name and its output", err)
 			}
 			checkNothingLeft(t, h)
 		})
@@ -121,14 +122,14 @@ func TestFailureToReplacePutsBack(t *testing.T) {
 		t.Run(tool, func(t *testing.T) {
 			breakTool(t, tool, "*'--dport 8443 '*")
 			h := testbed.NewHost(t, "broken")
-			was := apply(t, h, rich(), tool, nil)
+			previous := apply(t, h, rich(), tool, nil)
 			changed := rich()
 			changed.Interfaces = []string{"eth0"}
 			changed.IncludePorts = []ruleset.PortRange{{First: 8443, Last: 8443}}
-			if _, err := ruleset.Apply(t.Context(), h.Path(), changed, tool, &was); err == nil {
+			if _, err := ruleset.Apply(t.Context(), h.Path(), changed, tool, &previous); err == nil {
 				t.Fatal("Apply: got no error")
 			}
-			checkNoDrift(t, h, was)
+			checkNoDrift(t, h, previous)
 		})
 	}
 }
@@ -151,7 +152,7 @@ func TestIPv6ThatCannotBeFiltered(t *testing.T) {
 			h := testbed.NewHost(t, "broken")
 			in := apply(t, h, rich(), tool, nil)
 			if in.IPv6 || !in.SYNGate {
-				t.Errorf("got IPv6 %t, SYNGate %t; want the SYN gate alone", in.IPv6, in.SYNGate)
+				t.Errorf("got IPv6 %t, SYNGate %t; want only the SYN gate", in.IPv6, in.SYNGate)
 			}
 			checkNoDrift(t, h, in)
 			if err := in.Remove(t.Context(), h.Path(), nil); err != nil {
@@ -162,7 +163,7 @@ func TestIPv6ThatCannotBeFiltered(t *testing.T) {
 	}
 }
 
-// TestIPv6LeftOutIsLeftClean: nothing stays that Remove would not find.
+// TestIPv6LeftOutIsLeftClean: Remove does not look at IPv6 then, so no rule of the failed attempt may stay.
 func TestIPv6LeftOutIsLeftClean(t *testing.T) {
 	for _, tool := range []string{"iptables-nft", "iptables-legacy"} {
 		t.Run(tool, func(t *testing.T) {

@@ -32,10 +32,16 @@ var goldenCases = []struct {
 }{
 	{name: "defaults", change: func(*Ruleset) {}},
 	{name: "upstream-ipv4", change: func(r *Ruleset) { r.Upstream = netip.MustParseAddrPort("192.0.2.1:18080") }},
-	{name: "upstream-ipv6", change: func(r *Ruleset) { r.Upstream = netip.MustParseAddrPort("[2001:db8::1]:18080") }},
-	{name: "include-ports", change: func(r *Ruleset) { r.IncludePorts = []PortRange{{80, 80}, {443, 443}, {8000, 8999}} }},
+	{name: "upstream-ipv6", change: func(r *Ruleset) {
+		r.Upstream = netip.MustParseAddrPort("[2001:db8::1]:18080")
+	}},
+	{name: "include-ports", change: func(r *Ruleset) {
+		r.IncludePorts = []PortRange{{80, 80}, {443, 443}, {8000, 8999}}
+	}},
 	{name: "exclude-ports", change: func(r *Ruleset) { r.ExcludePorts = []PortRange{{22, 22}, {9000, 9999}} }},
-	{name: "include-cidrs", change: func(r *Ruleset) { r.IncludeCIDRs = cidrs("10.0.0.0/8", "203.0.113.7/32", "fd00::/8") }},
+	{name: "include-cidrs", change: func(r *Ruleset) {
+		r.IncludeCIDRs = cidrs("10.0.0.0/8", "203.0.113.7/32", "fd00::/8")
+	}},
 	{name: "include-cidrs-ipv4-only", change: func(r *Ruleset) { r.IncludeCIDRs = cidrs("10.0.0.0/8") }},
 	{name: "exclude-cidrs", change: func(r *Ruleset) {
 		r.ExcludeCIDRs = cidrs("10.0.0.0/8", "203.0.113.7/32", "fd00::/8", "2001:db8::7/128")
@@ -53,7 +59,7 @@ var goldenCases = []struct {
 	{name: "no-syn-gate", change: func(*Ruleset) {}, noSYNGate: true},
 }
 
-// TestGolden compares what each backend puts into a fresh netns with testdata/*.golden.
+// TestGolden compares the rules that each backend puts into a new netns with testdata/*.golden.
 func TestGolden(t *testing.T) {
 	t.Parallel()
 	for _, tc := range goldenCases {
@@ -62,7 +68,7 @@ func TestGolden(t *testing.T) {
 			r := Provisional("eth0")
 			tc.change(&r)
 			if err := r.Validate(); err != nil {
-				t.Fatalf("the case's own ruleset: %v", err)
+				t.Fatalf("Validate: %v", err)
 			}
 			var dump strings.Builder
 			for _, f := range []Family{IPv4, IPv6} {
@@ -126,7 +132,7 @@ func TestRevision(t *testing.T) {
 	}
 }
 
-// TestNoStrayGoldenFiles finds what a case left behind when it was renamed.
+// TestNoStrayGoldenFiles finds golden files of cases that were renamed or deleted.
 func TestNoStrayGoldenFiles(t *testing.T) {
 	if *update {
 		return

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
@@ -15,23 +16,31 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
-// kernelBackends are those that every test of the kernel's rules runs with.
+// kernelBackends are the backends that every test of the kernel's rules runs with.
 var kernelBackends = []string{"iptables-nft", "iptables-legacy", "nftables"}
 
-// rich is a ruleset with every kind of rule.
+// rich returns a ruleset with every kind of rule, except that of Direct.
 func rich() ruleset.Ruleset {
 	return ruleset.Ruleset{
 		Interfaces:        []string{"eth0", "net1"},
 		Upstream:          netip.MustParseAddrPort("192.0.2.1:18080"),
 		IncludePorts:      []ruleset.PortRange{{First: 80, Last: 80}, {First: 443, Last: 443}, {First: 8000, Last: 8999}},
 		ExcludePorts:      []ruleset.PortRange{{First: 22, Last: 22}, {First: 9000, Last: 9999}},
-		IncludeCIDRs:      []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24"), netip.MustParsePrefix("2000::/3"), netip.MustParsePrefix("203.0.113.7/32")},
-		ExcludeCIDRs:      append(ruleset.LinkLocal(), netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("2001:db8::7/128")),
+		IncludeCIDRs:      cidrs("198.51.100.0/24", "2000::/3", "203.0.113.7/32"),
+		ExcludeCIDRs:      append(ruleset.LinkLocal(), cidrs("10.0.0.0/8", "2001:db8::7/128")...),
 		ExcludeInterfaces: []string{"wg0", "docker0"},
 		InboundPorts:      []ruleset.PortRange{{First: 80, Last: 80}, {First: 1, Last: 65535}},
-		ExcludeSources:    []netip.Prefix{netip.MustParsePrefix("192.0.2.1/32"), netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("2001:db8::/32")},
+		ExcludeSources:    cidrs("192.0.2.1/32", "0.0.0.0/0", "2001:db8::/32"),
 		RejectQUIC:        true,
 	}
+}
+
+func cidrs(texts ...string) []netip.Prefix {
+	var prefixes []netip.Prefix
+	for _, s := range texts {
+		prefixes = append(prefixes, netip.MustParsePrefix(s))
+	}
+	return prefixes
 }
 
 // forBackends runs f for each backend with a netns of its own.
@@ -46,9 +55,11 @@ func forBackends(t *testing.T, f func(t *testing.T, h *testbed.Host, backend str
 	}
 }
 
-func apply(t *testing.T, h *testbed.Host, r ruleset.Ruleset, want string, was *ruleset.Installed) ruleset.Installed {
+func apply(
+	t *testing.T, h *testbed.Host, r ruleset.Ruleset, backend string, previous *ruleset.Installed,
+) ruleset.Installed {
 	t.Helper()
-	in, err := ruleset.Apply(t.Context(), h.Path(), r, want, was)
+	in, err := ruleset.Apply(t.Context(), h.Path(), r, backend, previous)
 	if err != nil {
 		t.Fatalf("Apply: %v", err)
 	}
@@ -63,7 +74,7 @@ func checkNoDrift(t *testing.T, h *testbed.Host, in ruleset.Installed) {
 	}
 }
 
-// rules is all that is in a netns, whoever made it.
+// rules lists all netfilter rules in the netns of h, those of other programs too.
 func rules(h *testbed.Host) string {
 	var all strings.Builder
 	for _, list := range []string{"nft list ruleset", "iptables-legacy-save", "ip6tables-legacy-save"} {
@@ -76,7 +87,7 @@ func rules(h *testbed.Host) string {
 func checkNothingLeft(t *testing.T, h *testbed.Host) {
 	t.Helper()
 	if got := rules(h); strings.Contains(strings.ToLower(got), "sluice") {
-		t.Errorf("something of ours is left:\n%s", got)
+		t.Errorf("want no rule of sluice left, got:\n%s", got)
 	}
 }
 
@@ -85,9 +96,11 @@ func TestApplyCheckRemove(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 				in := apply(t, h, r, backend, nil)
-				want := ruleset.Installed{Ruleset: r, Backend: backend, SYNGate: true, Revision: ruleset.Revision, IPv6: true}
-				if diff := cmp.Diff(want, in, cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }), cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
-					t.Errorf("what Apply says it installed (-want +got):\n%s", diff)
+				want := ruleset.Installed{
+					Ruleset: r, Backend: backend, SYNGate: true, Revision: ruleset.Revision, IPv6: true,
+				}
+				if diff := cmp.Diff(want, in, cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{})); diff != "" {
+					t.Errorf("Apply (-want +got):\n%s", diff)
 				}
 				checkNoDrift(t, h, in)
 				for range 2 {
@@ -101,11 +114,11 @@ func TestApplyCheckRemove(t *testing.T) {
 	}
 }
 
-// TestCheckKnowsHowRulesAreListed has the values that the iptables tools print in another way than one would.
+// TestCheckKnowsHowRulesAreListed has the values that the iptables tools print in an unusual form.
 func TestCheckKnowsHowRulesAreListed(t *testing.T) {
 	for name, change := range map[string]func(*ruleset.Ruleset){
 		"CIDRs of a whole family": func(r *ruleset.Ruleset) {
-			r.IncludeCIDRs = []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}
+			r.IncludeCIDRs = cidrs("0.0.0.0/0", "::/0")
 			r.InboundPorts = []ruleset.PortRange{{First: 80, Last: 80}}
 			r.ExcludeSources = r.IncludeCIDRs
 		},
@@ -113,16 +126,15 @@ func TestCheckKnowsHowRulesAreListed(t *testing.T) {
 		"a port named twice": func(r *ruleset.Ruleset) {
 			r.ExcludePorts = []ruleset.PortRange{{First: 22, Last: 22}, {First: 22, Last: 22}}
 		},
-		"odd interface names": func(r *ruleset.Ruleset) { r.ExcludeInterfaces = []string{"eth0:1", "veth@1", "a.b_c-d", "-x"} },
+		"odd interface names": func(r *ruleset.Ruleset) {
+			r.ExcludeInterfaces = []string{"eth0:1", "veth@1", "a.b_c-d", "-x"}
+		},
 		"long IPv6 CIDRs": func(r *ruleset.Ruleset) {
-			r.ExcludeCIDRs = []netip.Prefix{
-				netip.MustParsePrefix("2001:db8:0:0:1::/80"), netip.MustParsePrefix("2001:db8:1:2:3:4:5:6/128"),
-				netip.MustParsePrefix("2001:0:0:1::1/128"), netip.MustParsePrefix("fd00:0:1::/48"),
-			}
+			r.ExcludeCIDRs = cidrs(
+				"2001:db8:0:0:1::/80", "2001:db8:1:2:3:4:5:6/128", "2001:0:0:1::1/128", "fd00:0:1::/48",
+			)
 		},
-		"an IPv4-compatible IPv6 address": func(r *ruleset.Ruleset) {
-			r.ExcludeCIDRs = []netip.Prefix{netip.MustParsePrefix("::192.0.2.1/128")}
-		},
+		"an IPv4-compatible IPv6 address": func(r *ruleset.Ruleset) { r.ExcludeCIDRs = cidrs("::192.0.2.1/128") },
 	} {
 		t.Run(name, func(t *testing.T) {
 			forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
@@ -138,18 +150,18 @@ func TestApplyTwiceIsHarmless(t *testing.T) {
 	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 		in := apply(t, h, rich(), backend, nil)
 		before := rules(h)
-		for what, was := range map[string]*ruleset.Installed{"unknown": nil, "known": &in} {
-			again := apply(t, h, rich(), backend, was)
+		for name, previous := range map[string]*ruleset.Installed{"unknown": nil, "known": &in} {
+			again := apply(t, h, rich(), backend, previous)
 			checkNoDrift(t, h, again)
-			if diff := cmp.Diff(counterless(before), counterless(rules(h))); diff != "" {
-				t.Errorf("applied again, what was there being %s (-before +after):\n%s", what, diff)
+			if diff := cmp.Diff(withoutCounters(before), withoutCounters(rules(h))); diff != "" {
+				t.Errorf("applied again, the previous ruleset being %s (-before +after):\n%s", name, diff)
 			}
 		}
 	})
 }
 
-// counterless leaves out what changes by itself: comments with the time, packet counters, handles.
-func counterless(rules string) string {
+// withoutCounters leaves out the lines that change by themselves: comments with the time, and chains with counters.
+func withoutCounters(rules string) string {
 	var kept []string
 	for line := range strings.Lines(rules) {
 		if !strings.HasPrefix(line, "#") && !strings.HasPrefix(line, ":") {
@@ -161,17 +173,17 @@ func counterless(rules string) string {
 
 func TestApplyReplaces(t *testing.T) {
 	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
-		was := apply(t, h, rich(), backend, nil)
+		previous := apply(t, h, rich(), backend, nil)
 		changed := rich()
 		changed.IncludePorts = []ruleset.PortRange{{First: 8443, Last: 8443}}
-		in := apply(t, h, changed, "auto", &was)
+		in := apply(t, h, changed, "auto", &previous)
 		if in.Backend != backend {
 			t.Errorf("replaced with %s, want it in place with %s", in.Backend, backend)
 		}
 		checkNoDrift(t, h, in)
-		drift, err := was.Check(t.Context(), h.Path())
+		drift, err := previous.Check(t.Context(), h.Path())
 		if err != nil || len(drift) == 0 {
-			t.Errorf("Check of what was replaced: got %q, %v; want drift", drift, err)
+			t.Errorf("Check of the replaced ruleset: got %q, %v; want drift", drift, err)
 		}
 		if err := in.Remove(t.Context(), h.Path(), nil); err != nil {
 			t.Fatalf("Remove: %v", err)
@@ -196,12 +208,12 @@ func TestForeignRulesStay(t *testing.T) {
 			t.Fatalf("Remove: %v", err)
 		}
 		if diff := cmp.Diff(before, h.Exec(tool, "-t", "nat", "-S")+h.Exec(tool, "-t", "filter", "-S")); diff != "" {
-			t.Errorf("rules of others (-before +after):\n%s", diff)
+			t.Errorf("rules of other programs (-before +after):\n%s", diff)
 		}
 	})
 }
 
-// TestRemoveReleasesBeforeTheGateGoes: when released runs, nothing is captured any more, but the port is guarded.
+// TestRemoveReleasesBeforeTheGateGoes: when released runs, capture has ended, but the port is still guarded.
 func TestRemoveReleasesBeforeTheGateGoes(t *testing.T) {
 	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 		in := apply(t, h, rich(), backend, nil)
@@ -210,7 +222,7 @@ func TestRemoveReleasesBeforeTheGateGoes(t *testing.T) {
 			ran = true
 			got := rules(h)
 			if strings.Contains(got, "SLUICE_CAPTURE") || !strings.Contains(got, "SLUICE_INPUT") {
-				t.Errorf("got these rules, want only the gate:\n%s", got)
+				t.Errorf("want only the SYN gate, got these rules:\n%s", got)
 			}
 			return nil
 		})
@@ -248,20 +260,22 @@ func TestNoSuchNetns(t *testing.T) {
 	in := ruleset.Installed{Ruleset: rich(), Backend: "nftables"}
 	_, aerr := ruleset.Apply(t.Context(), path, rich(), "auto", nil)
 	_, cerr := in.Check(t.Context(), path)
-	for verb, err := range map[string]error{"Apply": aerr, "Check": cerr, "Remove": in.Remove(t.Context(), path, nil)} {
+	rerr := in.Remove(t.Context(), path, nil)
+	for verb, err := range map[string]error{"Apply": aerr, "Check": cerr, "Remove": rerr} {
 		if err == nil || !strings.Contains(err.Error(), path) {
 			t.Errorf("%s: got %v, want an error that names %s", verb, err, path)
 		}
 	}
 }
 
-func TestApplyRefusesWhatIsInvalid(t *testing.T) {
+func TestApplyRefusesInvalidArguments(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "ruleset")
 	if _, err := ruleset.Apply(t.Context(), h.Path(), ruleset.Ruleset{}, "auto", nil); err == nil {
 		t.Error("a ruleset without interfaces: got no error")
 	}
-	if _, err := ruleset.Apply(t.Context(), h.Path(), rich(), "ebtables", nil); err == nil || !strings.Contains(err.Error(), `"ebtables"`) {
+	_, err := ruleset.Apply(t.Context(), h.Path(), rich(), "ebtables", nil)
+	if err == nil || !strings.Contains(err.Error(), `"ebtables"`) {
 		t.Errorf("an unknown backend: got %v, want an error that names it", err)
 	}
 	checkNothingLeft(t, h)

@@ -9,8 +9,8 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// TestPatience: of a pod that may not be captured nothing changes but what it does with SYNs, and what is more patient
-// already stays.
+// TestPatience: until a pod is known to be captured only the sysctls of SYNs change, and a sysctl that is beyond the
+// wanted value already keeps its value.
 func TestPatience(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
@@ -33,15 +33,15 @@ func TestPatience(t *testing.T) {
 		}
 	}
 	patience(false)
-	check("not known", "net.ipv4.tcp_syn_retries", "127")
-	check("not known", "net.ipv4.tcp_syn_linear_timeouts", "127")
-	check("not known", quick, before[0])
-	check("not known", "net.ipv4.tcp_retries2", before[1])
+	check("provisional", "net.ipv4.tcp_syn_retries", "127")
+	check("provisional", "net.ipv4.tcp_syn_linear_timeouts", "127")
+	check("provisional", quick, before[0])
+	check("provisional", "net.ipv4.tcp_retries2", before[1])
 	patience(true)
 	check("captured", quick, "5000")
 	check("captured", "net.ipv4.tcp_retries2", "188")
 	h.Exec("sysctl", "-qw", quick+"=2000", "net.ipv4.tcp_retries2=250")
 	patience(true)
-	check("more of it already", quick, "2000")
-	check("more of it already", "net.ipv4.tcp_retries2", "250")
+	check("beyond the wanted value", quick, "2000")
+	check("beyond the wanted value", "net.ipv4.tcp_retries2", "250")
 }

@@ -46,7 +46,7 @@ func TestParsePortRange(t *testing.T) {
 			continue
 		}
 		if again, err := ParsePortRange(got.String()); err != nil || again != got {
-			t.Errorf("ParsePortRange(%q), of what String wrote: got %v, %v; want %v", got, again, err, got)
+			t.Errorf("ParsePortRange(%q), from String: got %v, %v; want %v", got, again, err, got)
 		}
 	}
 }
@@ -83,7 +83,9 @@ func TestParseCIDR(t *testing.T) {
 
 func TestValidateInterface(t *testing.T) {
 	t.Parallel()
-	for _, name := range []string{"eth0", "net1", "wg-home", "eth0.100", "veth_1", "eth0:1", "eth0@if2", "a", "fifteen-letters"} {
+	for _, name := range []string{
+		"eth0", "net1", "wg-home", "eth0.100", "veth_1", "eth0:1", "eth0@if2", "a", "fifteen-letters",
+	} {
 		wantError(t, "ValidateInterface("+name+")", ValidateInterface(name), "")
 	}
 	for _, name := range []string{"", "sixteen-letters-", "eth+", "eth 0", "eth0\n", `eth"0`, "eth/0", "eth!", "éth0", "-j;"} {
@@ -103,17 +105,26 @@ func TestValidate(t *testing.T) {
 			*r = Ruleset{
 				Interfaces: []string{"eth0", "net1"}, Upstream: netip.MustParseAddrPort("192.0.2.1:1"),
 				IncludePorts: []PortRange{{1, 65535}}, ExcludePorts: []PortRange{{22, 22}},
-				IncludeCIDRs: cidrs("0.0.0.0/0", "::/0"), ExcludeCIDRs: cidrs("10.0.0.0/8"), ExcludeInterfaces: []string{"wg0"},
+				IncludeCIDRs: cidrs("0.0.0.0/0", "::/0"), ExcludeCIDRs: cidrs("10.0.0.0/8"),
+				ExcludeInterfaces: []string{"wg0"},
 			}
 		}, ""},
 		{"no interface", func(r *Ruleset) { r.Interfaces = nil }, "interfaces: none given"},
-		{"wildcard interface", func(r *Ruleset) { r.Interfaces = []string{"eth0", "eth+"} }, `"eth+" is not an interface name`},
-		{"bad excluded interface", func(r *Ruleset) { r.ExcludeInterfaces = []string{"a b"} }, `"a b" is not an interface name`},
+		{"wildcard interface", func(r *Ruleset) {
+			r.Interfaces = []string{"eth0", "eth+"}
+		}, `"eth+" is not an interface name`},
+		{"bad excluded interface", func(r *Ruleset) {
+			r.ExcludeInterfaces = []string{"a b"}
+		}, `"a b" is not an interface name`},
 		{"port 0", func(r *Ruleset) { r.IncludePorts = []PortRange{{}} }, "port range 0-0 is empty"},
 		{"range backwards", func(r *Ruleset) { r.ExcludePorts = []PortRange{{9, 8}} }, "port range 9-8 is empty"},
 		{"zero CIDR", func(r *Ruleset) { r.IncludeCIDRs = []netip.Prefix{{}} }, "not a canonical prefix"},
-		{"host bits", func(r *Ruleset) { r.ExcludeCIDRs = cidrs("10.1.2.3/8") }, "CIDR 10.1.2.3/8 is not a canonical prefix"},
-		{"IPv4 in IPv6", func(r *Ruleset) { r.IncludeCIDRs = cidrs("::ffff:10.0.0.0/104") }, "not a canonical prefix"},
+		{"host bits", func(r *Ruleset) {
+			r.ExcludeCIDRs = cidrs("10.1.2.3/8")
+		}, "CIDR 10.1.2.3/8 is not a canonical prefix"},
+		{"IPv4 in IPv6", func(r *Ruleset) {
+			r.IncludeCIDRs = cidrs("::ffff:10.0.0.0/104")
+		}, "not a canonical prefix"},
 	} {
 		r := Provisional("eth0")
 		tc.change(&r)
@@ -121,7 +132,7 @@ func TestValidate(t *testing.T) {
 	}
 }
 
-// TestRulesetInJSON: a ruleset goes over the agent socket and into records, and is the same on the other side.
+// TestRulesetInJSON: a ruleset keeps its value on the agent socket and in records.
 func TestRulesetInJSON(t *testing.T) {
 	t.Parallel()
 	for _, tc := range goldenCases {
@@ -145,14 +156,14 @@ func TestRulesetInJSON(t *testing.T) {
 }
 
 // wantError checks that err contains want, or that it is nil if want is empty.
-func wantError(t *testing.T, what string, err error, want string) {
+func wantError(t *testing.T, subject string, err error, want string) {
 	t.Helper()
 	switch {
 	case want == "" && err != nil:
-		t.Errorf("%s: got error %q, want none", what, err)
+		t.Errorf("%s: got error %q, want none", subject, err)
 	case want != "" && err == nil:
-		t.Errorf("%s: got no error, want one with %q", what, want)
+		t.Errorf("%s: got no error, want one with %q", subject, want)
 	case want != "" && !strings.Contains(err.Error(), want):
-		t.Errorf("%s: got error %q, want one with %q", what, err, want)
+		t.Errorf("%s: got error %q, want one with %q", subject, err, want)
 	}
 }
