@@ -141,7 +141,8 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 	case errors.As(err, &refused):
 		return d, types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", at, refused), "")
 	case a.conf.OnDaemonDown == netconf.Fail:
-		return d, types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", at, err), "onDaemonDown is fail")
+		return d, types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", at, err),
+			"onDaemonDown is fail")
 	}
 	logf("attaching %s: %s; its TCP waits until the daemon is there", at, err)
 	a.record.State = attach.Provisional

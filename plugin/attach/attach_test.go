@@ -87,7 +87,9 @@ func TestValidateAttachment(t *testing.T) {
 func TestNames(t *testing.T) {
 	t.Parallel()
 	a := record("4f2a", "eth0").Attachment
-	got := []string{a.ID.String(), a.Pod.String(), a.String(), attach.Pod{}.String(), attach.Attachment{ID: a.ID}.String()}
+	got := []string{
+		a.ID.String(), a.Pod.String(), a.String(), attach.Pod{}.String(), attach.Attachment{ID: a.ID}.String(),
+	}
 	want := []string{"4f2a/eth0", "ci/web-0", "ci/web-0 (4f2a/eth0)", "-", "4f2a/eth0"}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)

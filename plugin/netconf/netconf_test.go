@@ -25,7 +25,8 @@ func TestParseFillsInDefaults(t *testing.T) {
 			"includeNamespaces": c.IncludeNamespaces, "excludeNamespaces": c.ExcludeNamespaces,
 		}
 		want := map[string]any{
-			"agentSocket": "/run/sluice/agent.sock", "stateDir": "/run/sluice", "onDaemonDown": "hold", "backend": "auto",
+			"agentSocket": "/run/sluice/agent.sock", "stateDir": "/run/sluice",
+			"onDaemonDown": "hold", "backend": "auto",
 			"includeNamespaces": []string(nil), "excludeNamespaces": []string{"kube-system", "sluice-system"},
 		}
 		if diff := cmp.Diff(want, got); diff != "" {
@@ -38,7 +39,8 @@ func TestParseTakesEveryKey(t *testing.T) {
 	t.Parallel()
 	c, err := Parse([]byte(`{
 		"cniVersion": "1.1.0", "cniVersions": ["1.0.0", "1.1.0"], "name": "pods", "type": "sluice",
-		"args": {"cni": {"ips": []}}, "ipMasq": true, "ipam": {}, "dns": {"nameservers": ["192.0.2.53"]}, "disableCheck": false, "disableGC": true,
+		"args": {"cni": {"ips": []}}, "ipMasq": true, "ipam": {}, "dns": {"nameservers": ["192.0.2.53"]},
+		"disableCheck": false, "disableGC": true,
 		"loadOnlyInlinedPlugins": true, "capabilities": {"io.kubernetes.cri.pod-annotations": true},
 		"cni.dev/attachments": [], "cni.dev/valid-attachments": [{"containerID": "c1", "ifname": "eth0"}],
 		"cni.dev/unknown": 1,

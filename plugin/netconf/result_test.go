@@ -74,7 +74,7 @@ func TestPrevResultOfAnotherFormat(t *testing.T) {
 	for conf, prev := range map[string]string{"0.4.0": "1.0.0", "1.0.0": "0.4.0"} {
 		_, err := Parse(fmt.Appendf(nil, `{"cniVersion":%q,"prevResult":{"cniVersion":%q}}`, conf, prev))
 		if err == nil || !strings.Contains(err.Error(), prev) {
-			t.Errorf("prevResult of %s in a configuration of %s: got %v, want an error that names %[1]s", prev, conf, err)
+			t.Errorf("prevResult %s in configuration %s: got %v, want an error that names %[1]s", prev, conf, err)
 		}
 	}
 }
@@ -100,8 +100,9 @@ func TestNoPrevResult(t *testing.T) {
 			t.Errorf("Parse(%s): %v", stdin, err)
 			continue
 		}
-		if _, err := c.Result(); err == nil || !strings.Contains(err.Error(), "no prevResult: sluice is a chained plugin") {
-			t.Errorf("%s: got %v, want an error that calls sluice a chained plugin", stdin, err)
+		const want = "no prevResult: sluice is a chained plugin"
+		if _, err := c.Result(); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v, want %q", stdin, err, want)
 		}
 	}
 }

@@ -86,7 +86,9 @@ var nftablesDamages = []damage{
 	{
 		"a rule is deleted",
 		[]string{"nft flush chain ip sluice-nat SLUICE_CAPTURE"},
-		[]string{"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE " + redirect + "15001"},
+		[]string{
+			"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE " + redirect + "15001",
+		},
 	},
 	{
 		"a rule is changed",
@@ -114,7 +116,8 @@ var nftablesDamages = []damage{
 		[]string{"nft delete table ip6 sluice-mangle"},
 		[]string{
 			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: " + synGate,
-			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: -A SLUICE_INPUT -p tcp -m tcp --dport 15001 -j DROP",
+			"IPv6 table sluice-mangle chain SLUICE_INPUT: missing or changed: " +
+				"-A SLUICE_INPUT -p tcp -m tcp --dport 15001 -j DROP",
 			"IPv6 table sluice-mangle chain INPUT: missing or changed: " + jumpToInput,
 		},
 	},

@@ -13,7 +13,8 @@ import (
 	"github.com/google/nftables/userdata"
 )
 
-// dumpTable writes a table as the nftables backend renders it: for each rule its reason, then a line for each expression.
+// dumpTable writes a table as the nftables backend renders it: for each rule its reason, then one line for each
+// expression.
 func dumpTable(w io.Writer, f Family, t table) {
 	nt := &nftables.Table{Family: nftFamily(f), Name: nftTablePrefix + t.name}
 	fmt.Fprintf(w, "table %s %s\n", map[Family]string{IPv4: "ip", IPv6: "ip6"}[f], nt.Name)

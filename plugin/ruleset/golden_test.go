@@ -127,8 +127,8 @@ func TestRevision(t *testing.T) {
 		}
 	}
 	if got := hex.EncodeToString(h.Sum(nil))[:16]; got != sum || Revision != revision {
-		t.Errorf("the rules in the golden files have the sum %s: if rules have changed, raise Revision and write both here",
-			got)
+		t.Errorf("got sum %s, Revision %d; want %s, %d: if rules have changed, raise Revision and write both here",
+			got, Revision, sum, revision)
 	}
 }
 

@@ -22,9 +22,11 @@ var kernelBackends = []string{"iptables-nft", "iptables-legacy", "nftables"}
 // rich returns a ruleset with every kind of rule, except that of Direct.
 func rich() ruleset.Ruleset {
 	return ruleset.Ruleset{
-		Interfaces:        []string{"eth0", "net1"},
-		Upstream:          netip.MustParseAddrPort("192.0.2.1:18080"),
-		IncludePorts:      []ruleset.PortRange{{First: 80, Last: 80}, {First: 443, Last: 443}, {First: 8000, Last: 8999}},
+		Interfaces: []string{"eth0", "net1"},
+		Upstream:   netip.MustParseAddrPort("192.0.2.1:18080"),
+		IncludePorts: []ruleset.PortRange{
+			{First: 80, Last: 80}, {First: 443, Last: 443}, {First: 8000, Last: 8999},
+		},
 		ExcludePorts:      []ruleset.PortRange{{First: 22, Last: 22}, {First: 9000, Last: 9999}},
 		IncludeCIDRs:      cidrs("198.51.100.0/24", "2000::/3", "203.0.113.7/32"),
 		ExcludeCIDRs:      append(ruleset.LinkLocal(), cidrs("10.0.0.0/8", "2001:db8::7/128")...),

@@ -52,7 +52,7 @@ type match struct {
 	socket   bool // a socket in this netns would receive it
 }
 
-// target is what happens to a packet that matches: one of the constants, or the name of a chain.
+// target is the action for a packet that matches: one of the constants, or a jump to the chain of that name.
 type target string
 
 const (
@@ -167,7 +167,8 @@ func (r Ruleset) inbound(f Family) []rule {
 	for _, name := range r.Interfaces {
 		for _, p := range r.ExcludeSources {
 			if f.has(p.Addr()) {
-				rules = append(rules, rule{match{src: p, in: name}, targetReturn, "from the node or the proxy: not captured"})
+				fromNode := match{src: p, in: name}
+				rules = append(rules, rule{fromNode, targetReturn, "from the node or the proxy: not captured"})
 			}
 		}
 		for _, p := range r.InboundPorts {
@@ -227,7 +228,10 @@ func (r Ruleset) captureFilter() chain {
 	redirected := match{proto: "tcp", syn: true, dnat: true}
 	first = append(first, rule{redirected, targetReturn, "redirected, on its way to the gate"})
 	return r.capture(first,
-		rule{match{syn: true}, targetDrop, "conntrack takes this SYN for an older connection of the port, so nat skipped it: it would leak"},
+		rule{
+			match{syn: true}, targetDrop,
+			"SYN that conntrack takes for an older connection: nat skipped it, it would leak",
+		},
 		rule{match{invalid: true}, targetDrop, "conntrack state INVALID: it would skip nat and leak"},
 	)
 }

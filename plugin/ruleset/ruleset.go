@@ -8,7 +8,7 @@
 //	nat     PREROUTING ─▶ SLUICE_PREROUTING ─┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: REDIRECT to 15001
 //	                           └▶ inbound ports: REDIRECT to 15006
 //	filter  OUTPUT ─────▶ SLUICE_OUTPUT ─────┐
-//	filter  FORWARD ────▶ SLUICE_FORWARD ────┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: drop TCP that nat skipped, reject QUIC
+//	filter  FORWARD ────▶ SLUICE_FORWARD ────┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: drop TCP that nat missed, no QUIC
 //	mangle  INPUT ──────▶ SLUICE_INPUT: the guard and the SYN gate of ports 15001 and 15006
 //
 // SLUICE_OUTPUT, SLUICE_PREROUTING and SLUICE_FORWARD return packets that are not outbound, SLUICE_OUTBOUND
@@ -46,7 +46,7 @@ const QUICPort = 443
 // earlier version installed.
 const Revision = 1
 
-// Ruleset says what is captured in one pod netns.
+// Ruleset describes which connections of one pod netns are captured.
 type Ruleset struct {
 	// Interfaces are the pod's CNI interfaces. Packets that arrive through them were not sent from
 	// inside the pod and are not captured as outbound.

@@ -88,7 +88,9 @@ func TestValidateInterface(t *testing.T) {
 	} {
 		wantError(t, "ValidateInterface("+name+")", ValidateInterface(name), "")
 	}
-	for _, name := range []string{"", "sixteen-letters-", "eth+", "eth 0", "eth0\n", `eth"0`, "eth/0", "eth!", "éth0", "-j;"} {
+	for _, name := range []string{
+		"", "sixteen-letters-", "eth+", "eth 0", "eth0\n", `eth"0`, "eth/0", "eth!", "éth0", "-j;",
+	} {
 		wantError(t, "ValidateInterface("+name+")", ValidateInterface(name), "is not an interface name")
 	}
 }
