@@ -23,6 +23,7 @@ type ID struct {
 	IfName      string `json:"ifName"`
 }
 
+// String returns containerID/ifname.
 func (id ID) String() string { return id.ContainerID + "/" + id.IfName }
 
 // ParseID reads the form that String writes.
@@ -54,6 +55,7 @@ type Pod struct {
 	UID       string `json:"uid,omitempty"`
 }
 
+// String returns namespace/name, or "-" if the runtime named no pod.
 func (p Pod) String() string {
 	if p == (Pod{}) {
 		return "-"
@@ -91,6 +93,7 @@ type Attachment struct {
 	Annotations map[string]string `json:"annotations,omitempty"`
 }
 
+// String returns namespace/name (containerID/ifname), or containerID/ifname if the runtime named no pod.
 func (a Attachment) String() string {
 	if a.Pod == (Pod{}) {
 		return a.ID.String()

@@ -38,6 +38,7 @@ type RefusedError struct {
 	Final bool `json:"final"`
 }
 
+// Error returns the daemon's message.
 func (e *RefusedError) Error() string { return e.Message }
 
 // Client calls the daemon over the agent socket.

@@ -13,6 +13,7 @@ const (
 	IPv6 Family = 6
 )
 
+// String returns IPv4 or IPv6.
 func (f Family) String() string { return map[Family]string{IPv4: "IPv4", IPv6: "IPv6"}[f] }
 
 func (f Family) has(a netip.Addr) bool { return a.Is4() == (f == IPv4) }
