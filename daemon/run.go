@@ -5,22 +5,16 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
-	"net/http"
-	"net/netip"
 	"os"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/daemon/agent"
+	"github.com/sluice-cni/sluice/daemon/api"
 	"github.com/sluice-cni/sluice/daemon/config"
-	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/install"
 	"github.com/sluice-cni/sluice/daemon/kube"
 	"github.com/sluice-cni/sluice/daemon/proxies"
@@ -38,7 +32,21 @@ func runCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "run --config FILE",
 		Short: "Run the daemon",
-		Args:  cobra.NoArgs,
+		Long: `run serves the plugin, opens listeners in the network namespaces of captured pods, and relays their
+connections to the proxy (the upstream), until it gets SIGINT or SIGTERM. If another sluiced runs with the same
+agent socket, it takes over that daemon's listeners, and no connection is lost.
+
+It needs root, the host's network namespace, and a view of the network namespaces of pods. The configuration file
+must have upstream.address (or upstream.podSelector, upstream.service, or the protocol sockets) and capture.source.`,
+		Example: `  # A first configuration: capture every attachment, with an HTTP proxy on the node.
+  printf 'upstream: {address: "127.0.0.1:18080"}\ncapture: {source: all}\n' > /etc/sluice/config.yaml
+
+  # Run the daemon, install the plugin, and keep it installed.
+  sluiced run --install
+
+  # With another configuration, outside of a pod, and with more in the log.
+  sluiced run --config /etc/sluice/kube.yaml --kubeconfig /root/.kube/config --log-level DEBUG`,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			conf, err := config.Load(file)
 			if err != nil {
@@ -57,100 +65,80 @@ func runCommand() *cobra.Command {
 		},
 	}
 	configFlag(c, &file)
-	c.Flags().StringVar(&kubeconfig, "kubeconfig", "", "how to reach the API server, outside of a pod (with capture.source: kubernetes)")
-	c.Flags().BoolVar(&keep, "install", false, "install the plugin on this node, and keep it installed")
+	c.Flags().StringVar(&kubeconfig, "kubeconfig", "", "`path` of a kubeconfig to reach the API server outside of a "+
+		"pod; needed only with\ncapture.source kubernetes (default: the pod's service account)")
+	c.Flags().BoolVar(&keep, "install", false, "install the plugin on this node, and install it again whenever "+
+		"another program undoes\nthat (default: do not install)")
 	flags.add(c)
-	c.Flags().TextVar(&level, "log-level", slog.LevelInfo, "DEBUG, INFO, WARN or ERROR")
+	c.Flags().TextVar(&level, "log-level", slog.LevelInfo, "lowest `level` to log: DEBUG, INFO, WARN or ERROR")
 	return c
 }
 
 func configFlag(c *cobra.Command, file *string) {
-	c.Flags().StringVar(file, "config", "/etc/sluice/config.yaml", "configuration file")
+	c.Flags().StringVar(file, "config", "/etc/sluice/config.yaml", "`path` of the configuration file (YAML)")
 }
 
-// daemon is what `sluiced run` was told.
+// daemon is the arguments of `sluiced run`.
 type daemon struct {
 	conf       config.Config
 	kubeconfig string
 	excluded   func(namespace string) bool
-	keeper     *install.Keeper // nil unless it is to install
+	keeper     *install.Keeper // nil without --install
 	log        *slog.Logger
 }
 
 // run runs every part of the daemon until ctx ends or one of them fails.
 func (d daemon) run(ctx context.Context) error {
-	conf, log := d.conf, d.log
-	if conf.Late.Policy == attach.Direct && conf.Late.Timeout == 0 {
-		log.Warn("late.policy is direct, and late.timeout is 0s: connections wait without limit, and none goes direct")
+	if d.conf.Late.Policy == attach.Direct && d.conf.Late.Timeout == 0 {
+		d.log.Warn("late.policy is direct and late.timeout is 0s: connections wait without limit, and none goes direct")
 	}
-	var node *kube.Node // nil unless the API server is asked
-	var ready []func() error
-	if conf.Capture.Source == config.Kubernetes {
-		var err error
-		if node, err = newNode(d.kubeconfig, conf, log); err != nil {
-			return err
-		}
-		ready = append(ready, node.Ready)
-	}
-	if d.keeper != nil {
-		ready = append(ready, d.keeper.Ready)
-	}
-	hub := d.newHub(node)
-	source := everything(conf, hub.Addresses)
-	if node != nil {
-		source = labelled{node, conf, d.excluded, func() []netip.Addr { return append(node.Proxies(), hub.Addresses()...) }}
-	}
-	up := d.newWay(node, hub)
-	a := agent.New(source, attach.NewStore(conf.StateDir), up, up.accept, log)
-	a.Returning = up.returning
-	a.Ready = func() error {
-		var errs []error
-		for _, ask := range ready {
-			errs = append(errs, ask())
-		}
-		return errors.Join(errs...)
-	}
-	socket, err := begin(ctx, a, conf.AgentSocket)
+	p, err := d.build()
 	if err != nil {
 		return err
 	}
-	log.Info("sluiced is up", "version", gitVersion, "agentSocket", conf.AgentSocket,
-		"upstream", conf.Upstream.String(), "protocol", string(conf.Upstream.Protocol))
+	socket, err := p.agent.Start(ctx, d.conf.AgentSocket)
+	if err != nil {
+		return err
+	}
+	d.log.Info("sluiced is up", "version", gitVersion, "agentSocket", d.conf.AgentSocket,
+		"upstream", d.conf.Upstream.String(), "protocol", string(d.conf.Upstream.Protocol))
 
 	group, ctx := errgroup.WithContext(ctx)
-	// What serves others ends when another daemon has taken over; what relays goes on.
-	serving, retire := context.WithCancel(ctx)
-	defer retire()
+	// Parts that serve other processes end when another daemon has taken over. The relay goes on.
+	serving, stopServing := context.WithCancel(ctx)
+	defer stopServing()
 	group.Go(func() error {
 		select {
-		case <-a.Retired():
-			retire()
+		case <-p.agent.Succeeded():
+			stopServing()
 		case <-ctx.Done():
 		}
 		return nil
 	})
-	// What relays needs to know where the upstream is, to the end: kubelet tells a daemon to end as soon as it has
-	// handed over, and what it has accepted may wait still.
-	relaying, relayed := context.WithCancel(context.WithoutCancel(ctx))
-	defer relayed()
-	group.Go(func() error { return up.run(relaying) })
-	if node != nil {
-		group.Go(func() error { return node.Run(relaying) })
-		group.Go(func() error { return node.KeepTaint(serving, conf.TaintAfter, a.Summary) })
+	// The upstream is looked for until the last relayed connection ends: kubelet ends a daemon as soon as it has handed
+	// over, and connections that it has accepted may still wait.
+	relaying, stopRelaying := context.WithCancel(context.WithoutCancel(ctx))
+	defer stopRelaying()
+	if p.upstream != nil {
+		group.Go(func() error { return p.upstream.Run(relaying) })
+	}
+	if p.node != nil {
+		group.Go(func() error { return p.node.Run(relaying) })
+		group.Go(func() error { return p.node.KeepTaint(serving, d.conf.TaintAfter, p.api.Summary) })
 	}
 	if d.keeper != nil {
 		group.Go(func() error { return d.keeper.Run(serving) })
 	}
-	group.Go(func() error { return a.Serve(serving, socket) })
-	if conf.MetricsAddress != "" {
-		group.Go(func() error { return serveMetrics(serving, conf.MetricsAddress, agentMetrics(a), log) })
+	group.Go(func() error { return p.api.Serve(serving, socket) })
+	if d.conf.MetricsAddress != "" {
+		group.Go(func() error { return p.api.ServeMetrics(serving, d.conf.MetricsAddress) })
 	}
-	group.Go(func() error { return serveProxies(serving, hub, conf.ProxySocket, a) })
+	group.Go(func() error { return serveProxies(serving, p.hub, d.conf.ProxySocket, p.agent) })
 	group.Go(func() error {
-		err := a.Run(ctx)
-		relayed()
-		if _, in := os.LookupEnv("KUBERNETES_SERVICE_HOST"); in && ctx.Err() == nil {
-			<-ctx.Done() // kubelet would start it again, to take over from its successor
+		err := p.agent.Run(ctx)
+		stopRelaying()
+		if _, ok := os.LookupEnv("KUBERNETES_SERVICE_HOST"); ok && ctx.Err() == nil {
+			<-ctx.Done() // kubelet would restart the container, to take over from its successor
 		}
 		if err == nil {
 			err = errEnded
@@ -163,60 +151,67 @@ func (d daemon) run(ctx context.Context) error {
 	return nil
 }
 
-// way is the way to the upstream: through a relay, or without one.
-type way struct {
-	agent.Upstream
-	accept func(attach.NetnsID, attach.Pod, []netip.Addr) agent.Acceptor
-	run    func(context.Context) error
-	// returning is how long proxies may take to come back with their listeners.
-	returning time.Duration
+// errEnded ends every part once the agent has ended.
+var errEnded = errors.New("the agent has ended")
+
+// parts are the parts of a daemon that run.
+type parts struct {
+	node     *kube.Node         // nil unless capture.source is kubernetes
+	upstream *upstream.Upstream // nil with the protocol sockets
+	hub      *proxies.Hub
+	agent    *agent.Agent
+	api      *api.API
 }
 
-func (d daemon) newWay(node *kube.Node, hub *proxies.Hub) way {
-	if d.conf.Upstream.Protocol == config.Sockets {
-		r := relay.New(nil, d.log) // of what goes direct only
-		return way{
-			hub,
-			func(id attach.NetnsID, pod attach.Pod, ips []netip.Addr) agent.Acceptor {
-				return handedOut{hub.For(id, pod, ips), r.For(pod, ips)}
-			},
-			func(context.Context) error { return nil },
-			proxies.Returning,
+func (d daemon) build() (p parts, err error) {
+	var labels func(attach.Pod) map[string]string
+	if d.conf.Capture.Source == config.Kubernetes {
+		if p.node, err = newNode(d.kubeconfig, d.conf, d.log); err != nil {
+			return p, err
 		}
+		labels = p.node.Labels
+	}
+	// There is a hub even where sluiced relays: proxies that hold listeners of a daemon that did not are to close them.
+	p.hub = proxies.New(d.conf.ProxySocket, nodeName(), labels, d.log)
+	status, accept, proxyReturn := d.upstream(&p)
+	table := endpoint.NewTable(accept, d.log)
+	p.agent = agent.New(agent.Config{
+		Orchestrator: newOrchestrator(d.conf, p.node, d.excluded, p.hub.Addresses),
+		Store:        attach.NewStore(d.conf.StateDir),
+		Upstream:     status, Table: table, ProxyReturn: proxyReturn, Log: d.log,
+	})
+	p.api = &api.API{Agent: p.agent, Table: table, Upstream: status, Ready: d.ready(p.node), Log: d.log}
+	return p, nil
+}
+
+// upstream returns the two ways to the upstream: proxies that take the listeners, or a relay.
+func (d daemon) upstream(p *parts) (
+	status agent.Upstream, accept func(endpoint.Served) endpoint.Acceptor, proxyReturn time.Duration,
+) {
+	if d.conf.Upstream.Protocol == config.Sockets {
+		return p.hub, func(s endpoint.Served) endpoint.Acceptor { return p.hub.For(s) }, proxies.ReturnTimeout
 	}
 	var locate func() (string, error)
-	if node != nil {
-		locate = node.Locate
+	if p.node != nil {
+		locate = p.node.Locate
 	}
-	up := upstream.New(d.conf.Upstream, locate, d.log)
-	r := relay.New(up, d.log)
-	return way{
-		up,
-		func(_ attach.NetnsID, pod attach.Pod, ips []netip.Addr) agent.Acceptor { return r.For(pod, ips) },
-		up.Run,
-		0,
-	}
+	p.upstream = upstream.New(d.conf.Upstream, locate, d.log)
+	r := relay.New(p.upstream, d.log)
+	return p.upstream, func(s endpoint.Served) endpoint.Acceptor { return r.For(s) }, 0
 }
 
-// handedOut is a pod whose listeners proxies have. What goes direct, none of them carries.
-type handedOut struct {
-	*proxies.Pod
-	direct *relay.Pod
-}
-
-// Direct implements agent.Acceptor.
-func (h handedOut) Direct(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, went func(error)) {
-	h.direct.Direct(ctx, g, l, conn, went)
-}
-
-// newHub makes the place where proxies come for sockets. It is there where sluiced relays too, for proxies that have
-// some from a daemon that did not: they are to let go of them.
-func (d daemon) newHub(node *kube.Node) *proxies.Hub {
-	var labels func(attach.Pod) map[string]string
-	if node != nil {
-		labels = node.Labels
+// ready returns the function that says why the daemon is not ready to serve.
+func (d daemon) ready(node *kube.Node) func() error {
+	return func() error {
+		var errs []error
+		if node != nil {
+			errs = append(errs, node.Ready())
+		}
+		if d.keeper != nil {
+			errs = append(errs, d.keeper.Ready())
+		}
+		return errors.Join(errs...)
 	}
-	return proxies.New(d.conf.ProxySocket, nodeName(), labels, d.log)
 }
 
 func serveProxies(ctx context.Context, hub *proxies.Hub, path string, a *agent.Agent) error {
@@ -227,7 +222,7 @@ func serveProxies(ctx context.Context, hub *proxies.Hub, path string, a *agent.A
 	return hub.Run(ctx, l, a)
 }
 
-// nodeName is the node's name as the API server has it, or the host's.
+// nodeName is the node's name in the API server, or the host's.
 func nodeName() string {
 	if name := os.Getenv("NODE_NAME"); name != "" {
 		return name
@@ -237,58 +232,4 @@ func nodeName() string {
 		return ""
 	}
 	return name
-}
-
-// errEnded ends every part when the agent has.
-var errEnded = errors.New("the agent has ended")
-
-// begin takes the gates over from the daemon before this one, brings up what was captured, and listens on the agent
-// socket. Before the first call is answered, every gate is served again.
-func begin(ctx context.Context, a *agent.Agent, path string) (net.Listener, error) {
-	taken, err := a.TakeOver(path)
-	if err != nil {
-		return nil, err
-	}
-	a.Begin(ctx)
-	if err := taken(); err != nil {
-		return nil, fmt.Errorf("taking over from the sluiced before this one: %w", err)
-	}
-	return a.Listen(path)
-}
-
-func agentMetrics(a *agent.Agent) *prometheus.Registry {
-	r := prometheus.NewRegistry()
-	r.MustRegister(agent.Metrics{Agent: a}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	return r
-}
-
-// takeoverTime is how long a daemon that has handed over takes to leave its port, at most. One that hangs does not, and
-// capture is not to depend on that.
-const takeoverTime = 5 * time.Second
-
-func serveMetrics(ctx context.Context, address string, from prometheus.Gatherer, log *slog.Logger) error {
-	l, err := net.Listen("tcp", address)
-	said := time.AfterFunc(takeoverTime, func() { log.Error("metrics are not served: the port is in use; trying on", "metricsAddress", address) })
-	defer said.Stop()
-	for errors.Is(err, unix.EADDRINUSE) {
-		select {
-		case <-time.After(50 * time.Millisecond):
-		case <-ctx.Done():
-			return nil
-		}
-		l, err = net.Listen("tcp", address)
-	}
-	said.Stop()
-	if err != nil {
-		return fmt.Errorf("metricsAddress: %w", err)
-	}
-	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(from, promhttp.HandlerOpts{}))
-	s := &http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 10 * time.Second}
-	stop := context.AfterFunc(ctx, func() { _ = s.Close() }) // a scrape more or less
-	defer stop()
-	if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
-		return fmt.Errorf("serving metrics: %w", err)
-	}
-	return nil
 }

@@ -47,7 +47,7 @@ the daemon's socket cannot be reached, such as in a container.`,
 			waited := time.Since(start).Round(time.Millisecond)
 			switch {
 			case err == nil:
-				fmt.Fprintf(cmd.ErrOrStderr(), "upstream is ready after %s\n", waited)
+				fmt.Fprintf(cmd.ErrOrStderr(), "upstream is there, after %s\n", waited)
 				return nil
 			case cmd.Context().Err() != nil || onTimeout == "fail":
 				return fmt.Errorf("gave up after %s: %w", waited, err)

@@ -1,14 +1,16 @@
 package integration
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
-	"net/netip"
 	"strings"
 	"testing"
 
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/endpoint"
+	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -102,17 +104,33 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 	}
 }
 
-// leaveAlone settles the node's provisional attachments as a daemon does whose source says "not captured".
+// leaveAlone settles the node's provisional attachments as a daemon does whose orchestrator decides not to capture.
 func leaveAlone(t *testing.T, n *testbed.Node) {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	decide := func(attach.Attachment, []string) (attach.Decision, error) {
-		return attach.Decision{Reason: "it did not opt in"}, nil
-	}
-	up := upstream.New(config.Upstream{Address: testbed.ProxyAddress, Protocol: config.Connect}, nil, log)
-	nobody := func(attach.NetnsID, attach.Pod, []netip.Addr) agent.Acceptor { return nil } // nothing is captured
-	agent.New(agent.Decide(decide), attach.NewStore(n.StateDir()), up, nobody, log).Reconcile(t.Context())
+	accept := func(endpoint.Served) endpoint.Acceptor { return nil } // nothing is captured
+	agent.New(agent.Config{
+		Orchestrator: optedOut{}, Store: attach.NewStore(n.StateDir()), Table: endpoint.NewTable(accept, log), Log: log,
+		Upstream: upstream.New(config.Upstream{Address: testbed.ProxyAddress, Protocol: config.Connect}, nil, log),
+	}).Reconcile(t.Context())
 }
+
+// optedOut is an orchestrator in which no pod has opted in.
+type optedOut struct{}
+
+// Decision implements agent.Orchestrator.
+func (optedOut) Decision(context.Context, attach.Attachment, []string, bool) (attach.Decision, error) {
+	return attach.Decision{Reason: "it did not opt in"}, nil
+}
+
+// Running implements agent.Orchestrator.
+func (optedOut) Running() []optin.Running { return nil }
+
+// Changed implements agent.Orchestrator.
+func (optedOut) Changed() <-chan struct{} { return nil }
+
+// Report implements agent.Orchestrator.
+func (optedOut) Report(attach.Pod, bool, string, string) {}
 
 // TestProvisionalPodsGoTheirWays: whatever the daemon's configuration and the annotations exclude goes straight
 // when the daemon comes, and the rest through the proxy; the dropped SYN's conntrack entry is not in the way.

@@ -9,11 +9,11 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"sync"
 	"syscall"
 	"testing"
 
 	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/daemon/relay"
 	"github.com/sluice-cni/sluice/daemon/upstream"
@@ -31,19 +31,23 @@ type testAgent struct {
 	dir   string // of the records
 }
 
-func newAgent(t *testing.T, decide Decide) *testAgent {
+// newAgent makes an agent for which decide makes every decision.
+func newAgent(t *testing.T, decide decide) *testAgent {
 	t.Helper()
-	return newAgentFor(t, decide)
+	o := newOrchestrator()
+	o.set(decide)
+	return newAgentFor(t, o)
 }
 
-func newAgentFor(t *testing.T, source Source) *testAgent {
+func newAgentFor(t *testing.T, o *fakeOrchestrator) *testAgent {
 	t.Helper()
 	state := t.TempDir()
 	log := slog.New(slog.DiscardHandler)
 	up := upstream.New(config.Upstream{Address: "127.0.0.1:1", Protocol: config.Connect}, nil, log)
 	store := attach.NewStore(state)
 	r := relay.New(up, log)
-	a := New(source, store, up, func(_ attach.NetnsID, pod attach.Pod, ips []netip.Addr) Acceptor { return r.For(pod, ips) }, log)
+	table := endpoint.NewTable(func(s endpoint.Served) endpoint.Acceptor { return r.For(s) }, log)
+	a := New(Config{Orchestrator: o, Store: store, Upstream: up, Table: table, Log: log})
 	t.Cleanup(func() {
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel()
@@ -94,9 +98,9 @@ func listening(t *testing.T, h *testbed.Host) bool {
 	return ok
 }
 
-// of is what the agent says of an attachment.
+// of is the status of an attachment.
 func (a *testAgent) of(id attach.ID) (attach.AttachmentStatus, bool) {
-	for _, s := range a.Status().Attachments {
+	for _, s := range a.table.Status() {
 		if s.Attachment == id.String() {
 			return s, true
 		}
@@ -154,7 +158,7 @@ func TestAttachIsRefused(t *testing.T) {
 	bad := attachment(free, "eth0")
 	bad.ContainerID = "../x"
 	for name, tc := range map[string]struct {
-		decide Decide
+		decide decide
 		at     attach.Attachment
 		final  bool
 	}{
@@ -169,7 +173,7 @@ func TestAttachIsRefused(t *testing.T) {
 		if !errors.As(err, &refused) || refused.Final != tc.final || refused.Message == "" || d.Capture {
 			t.Errorf("%s: got %+v, %#v; want it refused, final %t", name, d, err, tc.final)
 		}
-		if got := a.Status().Attachments; len(got) > 0 {
+		if got := a.table.Status(); len(got) > 0 {
 			t.Errorf("%s: got %+v, want it forgotten", name, got)
 		}
 	}
@@ -218,39 +222,8 @@ func TestAttachAgainInANewNetns(t *testing.T) {
 		testbed.Run(t, "ip", "netns", "add", h.Name)
 		h.IP("link", "set", "lo", "up")
 	}
-	if got := len(a.Status().Attachments); got != 1 {
+	if got := len(a.table.Status()); got != 1 {
 		t.Errorf("got %d attachments, want one", got)
-	}
-}
-
-func TestConcurrentAttachAndDetach(t *testing.T) {
-	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
-	h := testbed.NewHost(t, "pod")
-	a := newAgent(t, capture)
-	c := serveAgent(t, a)
-	at := attachment(h, "eth0")
-	var wg sync.WaitGroup
-	for range 6 {
-		wg.Go(func() {
-			for range 15 {
-				if d, err := c.Attach(t.Context(), at); err != nil || !d.Capture {
-					t.Errorf("Attach: got %+v, %v", d, err)
-				}
-				if _, err := c.Status(t.Context()); err != nil {
-					t.Errorf("Status: %v", err)
-				}
-				if err := c.Detach(t.Context(), at.ID); err != nil {
-					t.Errorf("Detach: %v", err)
-				}
-			}
-		})
-	}
-	wg.Wait()
-	if got, err := c.List(t.Context()); err != nil || len(got) > 0 {
-		t.Errorf("List: got %+v, %v; want nothing", got, err)
-	}
-	if listening(t, h) {
-		t.Error("all detached, but somebody listens")
 	}
 }
 

@@ -1,63 +1,22 @@
 package agent
 
 import (
-	"context"
-	"fmt"
 	"io"
 	"net"
 	"net/netip"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
-
-// wishes is a source that a test changes.
-type wishes struct {
-	decide  Decide
-	changed chan struct{}
-
-	mu      sync.Mutex
-	running []optin.Running
-	events  []string
-}
-
-func newWishes() *wishes { return &wishes{decide: pass, changed: make(chan struct{}, 1)} }
-
-func (w *wishes) set(d Decide, running ...optin.Running) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.decide, w.running = d, running
-}
-
-// Decide implements Source.
-func (w *wishes) Decide(_ context.Context, a attach.Attachment, interfaces []string, _ bool) (attach.Decision, error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.decide(a, interfaces)
-}
-
-func (w *wishes) Changed() <-chan struct{} { return w.changed }
-
-func (w *wishes) Running() []optin.Running {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.running
-}
-
-func (w *wishes) Report(pod attach.Pod, warning bool, reason, message string) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.events = append(w.events, fmt.Sprintf("%s %t %s: %s", pod, warning, reason, message))
-}
 
 // chat is a connection of p to an echo server that was there before anything else.
 type chat struct{ net.Conn }
@@ -95,19 +54,19 @@ func TestEnrolledAndReleasedLive(t *testing.T) {
 	p := newProvisional(t)
 	before := p.chat(t)
 	before.check(t, "untouched")
-	w := newWishes()
+	o := newOrchestrator()
 	pod := attach.Pod{Namespace: "ci", Name: "old-0", UID: "4c1d"}
 	const ip = "203.0.113.4" // by which no other test's pod is found
 	p.IP("addr", "add", ip+"/32", "dev", "eth0")
 	here := optin.Running{Pod: pod, IPs: []netip.Addr{netip.MustParseAddr(ip)}, Facts: optin.Facts{Labels: map[string]string{optin.Label: "true"}}}
-	a := newAgentFor(t, w)
+	a := newAgentFor(t, o)
 
 	a.Reconsider(t.Context())
-	if s := a.Status().Attachments; len(s) > 0 {
+	if s := a.table.Status(); len(s) > 0 {
 		t.Fatalf("nothing is wanted: got %+v", s)
 	}
 
-	w.set(capture, here)
+	o.set(capture, here)
 	a.Reconsider(t.Context())
 	id := attach.ID{ContainerID: pod.UID, IfName: "eth0"}
 	if s, ok := a.of(id); !ok || s.State != attach.Captured || s.Pod != "ci/old-0" {
@@ -126,7 +85,7 @@ func TestEnrolledAndReleasedLive(t *testing.T) {
 		t.Errorf("no record for the next daemon: %v", err)
 	}
 
-	w.set(func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+	o.set(func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
 		d, err := capture(at, interfaces)
 		d.Ruleset.ExcludePorts = []ruleset.PortRange{{First: 81, Last: 81}}
 		return d, err
@@ -136,7 +95,7 @@ func TestEnrolledAndReleasedLive(t *testing.T) {
 		t.Errorf("to a port that was excluded by now: got %q, want %q", got, want)
 	}
 
-	w.set(pass, here)
+	o.set(pass, here)
 	a.Reconsider(t.Context())
 	if got, want := <-p.ask(t, server+":80"), "hello 198.51.100.2"; got != want {
 		t.Errorf("released: got %q, want %q", got, want)
@@ -149,7 +108,7 @@ func TestEnrolledAndReleasedLive(t *testing.T) {
 		"ci/old-0 false SluiceCaptured: TCP connections go through the node's proxy (the test says so); connections that were open before stay as they are",
 		"ci/old-0 false SluiceReleased: TCP connections go straight out (the test says so); connections that were open before stay as they are",
 	}
-	if diff := cmp.Diff(want, w.events); diff != "" {
+	if diff := cmp.Diff(want, o.events); diff != "" {
 		t.Errorf("events (-want +got):\n%s", diff)
 	}
 }
@@ -166,14 +125,14 @@ func TestSYNUnderWayIsCaptured(t *testing.T) {
 			d.Ruleset.ExcludePorts = []ruleset.PortRange{{First: 81, Last: 81}}
 			return d, err
 		}
-		w := newWishes()
-		w.set(excluding)
-		a := newAgentFor(t, w)
+		o := newOrchestrator()
+		o.set(excluding)
+		a := newAgentFor(t, o)
 		r := a.write(t, p.Host, attach.Captured, p.apply(t, backend))
 		a.Reconcile(t.Context())
 		p.ask(t, nobody+":81")
 		testbed.Eventually(t, "its SYN has gone out", func() bool { return strings.Contains(p.Exec("conntrack", "-L"), "dst="+nobody+" ") })
-		w.set(capture)
+		o.set(capture)
 		a.Reconsider(t.Context())
 		testbed.Eventually(t, "it waits at the gate", func() bool {
 			s, _ := a.of(r.ID)
@@ -191,7 +150,7 @@ func TestRulesOfAnEarlierVersionAreReplaced(t *testing.T) {
 	in.Revision--
 	r := a.write(t, p.Host, attach.Captured, in)
 	p.Exec("nft", "flush", "chain", "ip", "sluice-filter", "SLUICE_CAPTURE")
-	a.Begin(t.Context())
+	a.reconcile(t.Context(), gatesOnly)
 	if drift, err := in.Check(t.Context(), p.Path()); err != nil || len(drift) == 0 {
 		t.Errorf("gates come first: got the drift %q, %v; want some", drift, err)
 	}
@@ -209,9 +168,9 @@ func TestRulesOfAnEarlierVersionAreReplaced(t *testing.T) {
 func TestReleasedConnectionsGoOn(t *testing.T) {
 	forBackends(t, func(t *testing.T, backend string) {
 		p := newProvisional(t)
-		w := newWishes()
-		w.set(capture)
-		a := newAgentFor(t, w)
+		o := newOrchestrator()
+		o.set(capture)
+		a := newAgentFor(t, o)
 		r := a.write(t, p.Host, attach.Captured, p.apply(t, backend))
 		a.Reconcile(t.Context())
 		c, err := p.Dial(t.Context(), "tcp", server+":80")
@@ -222,7 +181,7 @@ func TestReleasedConnectionsGoOn(t *testing.T) {
 			s, _ := a.of(r.ID)
 			return s.Waiting == 1
 		})
-		w.set(pass)
+		o.set(pass)
 		a.Reconsider(t.Context())
 		if got, want := <-p.ask(t, server+":80"), "hello 198.51.100.2"; got != want {
 			t.Errorf("released: got %q, want %q", got, want)
@@ -245,12 +204,12 @@ func TestReleasedConnectionsGoOn(t *testing.T) {
 func TestNothingIsLeftOfAReleasedPod(t *testing.T) {
 	forBackends(t, func(t *testing.T, backend string) {
 		p := newProvisional(t)
-		w := newWishes()
-		w.set(capture)
-		a := newAgentFor(t, w)
+		o := newOrchestrator()
+		o.set(capture)
+		a := newAgentFor(t, o)
 		r := a.write(t, p.Host, attach.Captured, p.apply(t, backend))
 		a.Reconcile(t.Context())
-		w.set(pass)
+		o.set(pass)
 		a.Reconsider(t.Context())
 		a.Reconcile(t.Context())
 		if rules := p.rules(); strings.Contains(strings.ToLower(rules), "sluice") {
@@ -265,22 +224,22 @@ func TestNothingIsLeftOfAReleasedPod(t *testing.T) {
 
 func TestPodsThatCannotBeCapturedAreTold(t *testing.T) {
 	t.Parallel()
-	w := newWishes()
+	o := newOrchestrator()
 	labels := map[string]string{optin.Label: "true"}
-	w.set(capture,
+	o.set(capture,
 		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "host"}, HostNetwork: true, Facts: optin.Facts{Labels: labels}},
 		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "proxy"}, Facts: optin.Facts{Labels: labels, Upstream: true}},
 		optin.Running{Pod: attach.Pod{Namespace: "ci", Name: "plain"}, HostNetwork: true},
 	)
-	a := newAgentFor(t, w)
+	a := newAgentFor(t, o)
 	for range 2 {
 		a.Reconsider(t.Context())
 	}
 	want := []string{
-		"ci/host true SluiceNotCaptured: the pod uses the host's network: what it sends is the node's",
-		"ci/proxy true SluiceNotCaptured: the pod runs the upstream: what it sends would come back to it",
+		"ci/host true SluiceNotCaptured: the pod uses the host network, so its connections are the node's",
+		"ci/proxy true SluiceNotCaptured: the pod runs the upstream: its connections would come back to it",
 	}
-	if diff := cmp.Diff(want, w.events); diff != "" {
+	if diff := cmp.Diff(want, o.events); diff != "" {
 		t.Errorf("events, each once (-want +got):\n%s", diff)
 	}
 }
@@ -289,18 +248,18 @@ func TestPodsThatCannotBeCapturedAreTold(t *testing.T) {
 func TestLongWaitsAreTold(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
-	w := newWishes()
-	w.set(capture)
-	a := newAgentFor(t, w)
+	o := newOrchestrator()
+	o.set(capture)
+	a := newAgentFor(t, o)
 	at := attachment(h, "eth0")
 	if _, err := a.Attach(t.Context(), at); err != nil {
 		t.Fatal(err)
 	}
 	told := func(now time.Time) bool {
-		a.attend(now)
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		return slices.ContainsFunc(w.events, func(e string) bool { return strings.Contains(e, reasonWaiting) })
+		a.tick(now)
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		return slices.ContainsFunc(o.events, func(e string) bool { return strings.Contains(e, endpoint.ReasonWaiting) })
 	}
 	start := time.Now()
 	if told(start) || told(start.Add(time.Hour)) {
@@ -316,10 +275,10 @@ func TestLongWaitsAreTold(t *testing.T) {
 		return s.Waiting == 1
 	})
 	came := start.Add(2 * time.Hour)
-	if told(came) || told(came.Add(longWait-time.Millisecond)) {
+	if told(came) || told(came.Add(10*time.Second-time.Millisecond)) {
 		t.Error("told before it was long")
 	}
-	if !told(came.Add(longWait)) {
+	if !told(came.Add(10 * time.Second)) {
 		t.Error("not told when it was long")
 	}
 }

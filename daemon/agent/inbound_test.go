@@ -27,9 +27,9 @@ func TestInboundPortsChangeLive(t *testing.T) {
 		p.world, p.Host = p.Host, p.world // the world asks
 		pod := p.world
 		const service = "198.51.100.2:8080"
-		w := newWishes()
-		w.set(capture)
-		a := newAgentFor(t, w)
+		o := newOrchestrator()
+		o.set(capture)
+		a := newAgentFor(t, o)
 		in, err := ruleset.Apply(t.Context(), pod.Path(), ruleset.Provisional("eth0"), backend, nil)
 		if err != nil {
 			t.Fatal(err)
@@ -61,13 +61,13 @@ func TestInboundPortsChangeLive(t *testing.T) {
 		testbed.Eventually(t, "an outbound connection waits", waits(1))
 
 		for range 2 { // whether it is the first time or not
-			w.set(captureInbound)
+			o.set(captureInbound)
 			a.Reconsider(t.Context())
 			a.Reconcile(t.Context())
 			if got := inbound(); got != 1 {
 				t.Fatalf("inbound ports: got %d listeners, want 1", got)
 			}
-			w.set(capture)
+			o.set(capture)
 			a.Reconsider(t.Context())
 			a.Reconcile(t.Context())
 			check("no inbound ports any more")
@@ -76,18 +76,18 @@ func TestInboundPortsChangeLive(t *testing.T) {
 			}
 		}
 
-		w.set(captureInbound)
+		o.set(captureInbound)
 		a.Reconsider(t.Context())
 		p.ask(t, service)
 		testbed.Eventually(t, "an inbound connection waits too", waits(2))
-		w.set(capture)
+		o.set(capture)
 		a.Reconsider(t.Context())
 		a.Reconcile(t.Context())
 		check("no inbound ports, and one that waits")
 		if !waits(2)() || inbound() != 1 {
 			t.Error("what waits does not wait any more")
 		}
-		w.set(pass)
+		o.set(pass)
 		a.Reconsider(t.Context())
 		a.Reconcile(t.Context())
 		check("released")
@@ -148,9 +148,9 @@ func TestReturnedListenersOfAPodThatGoes(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		n := a.enter(id)
-		a.join(n, &attach.Record{Attachment: at, NetnsID: id, State: state})
-		a.leave(n)
+		e := a.table.Enter(id)
+		e.Add(attach.Record{Attachment: at, NetnsID: id, State: state})
+		e.Leave()
 		a.Returned(id.String(), g.Files())
 		if err := a.Detach(at.ID); err != nil {
 			t.Fatal(err)

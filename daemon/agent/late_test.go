@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -20,13 +21,13 @@ func TestQueuedConnectionsExpire(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	h.IP("link", "set", "lo", "up")
-	w := newWishes()
-	w.set(func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+	o := newOrchestrator()
+	o.set(func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
 		d, err := capture(at, interfaces)
 		d.Late = attach.Late{Policy: attach.Queue, Timeout: time.Minute}
 		return d, err
 	})
-	a := newAgentFor(t, w)
+	a := newAgentFor(t, o)
 	at := attachment(h, "eth0")
 	if _, err := a.Attach(t.Context(), at); err != nil {
 		t.Fatal(err)
@@ -54,30 +55,30 @@ func TestQueuedConnectionsExpire(t *testing.T) {
 	}
 	start := time.Now()
 	first := connect(1)
-	a.attend(start)
+	a.tick(start)
 	second := connect(2)
-	a.attend(start.Add(30 * time.Second))
-	a.attend(start.Add(59 * time.Second))
+	a.tick(start.Add(30 * time.Second))
+	a.tick(start.Add(59 * time.Second))
 	if isReset(first) || isReset(second) {
 		t.Error("reset too early")
 	}
-	a.attend(start.Add(60 * time.Second))
+	a.tick(start.Add(60 * time.Second))
 	if !isReset(first) {
 		t.Error("the first was not reset after its time")
 	}
 	if isReset(second) {
 		t.Error("the second was reset with the first")
 	}
-	a.attend(start.Add(90 * time.Second))
+	a.tick(start.Add(90 * time.Second))
 	if !isReset(second) {
 		t.Error("the second was not reset after its time")
 	}
-	if got := a.expired.Load(); got != 2 {
+	if got := a.table.Expired(); got != 2 {
 		t.Errorf("got %d counted, want 2", got)
 	}
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	told := slices.DeleteFunc(slices.Clone(w.events), func(e string) bool { return !strings.Contains(e, reasonExpired) })
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	told := slices.DeleteFunc(slices.Clone(o.events), func(e string) bool { return !strings.Contains(e, endpoint.ReasonReset) })
 	if len(told) != 1 || !strings.Contains(told[0], "for more than 1m0s") {
 		t.Errorf("got events %q, want one", told)
 	}

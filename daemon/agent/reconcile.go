@@ -1,428 +1,193 @@
 package agent
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
-	"fmt"
-	"net/netip"
-	"os"
 	"time"
 
-	"golang.org/x/sys/unix"
-
-	"github.com/sluice-cni/sluice/daemon/gate"
-	"github.com/sluice-cni/sluice/daemon/optin"
+	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// Reconcile takes up records that are not known yet, resolves provisional ones, and drops the attachments
-// whose netns is gone.
+// scope says how much a reconciliation does with a record that was settled before.
+type scope bool
+
+const (
+	gatesOnly  scope = false // its gate is opened
+	everything scope = true  // and its rules are brought in line with the orchestrator
+)
+
+// leftoverAge is the age at which a temporary file of the record directory is taken for one that a killed writer left.
+const leftoverAge = time.Minute
+
+// Reconcile reads new records, settles provisional ones, and removes the attachments whose netns is gone.
 func (a *Agent) Reconcile(ctx context.Context) {
-	a.yield() // first: nothing is to be taken from the other
-	a.unlessRetired(func() { a.reconcile(ctx, false) })
+	a.yieldIfReplaced() // first: nothing is to be taken from the other daemon
+	_ = a.tenure.Do(func() error {
+		a.reconcile(ctx, everything)
+		return nil
+	})
 }
 
-// reconcile is hasty if gates are to be open before anything else is seen to.
-func (a *Agent) reconcile(ctx context.Context, hasty bool) {
-	a.dropGone()
+func (a *Agent) reconcile(ctx context.Context, s scope) {
+	a.removeGone()
 	a.closeUnused(ctx)
 	a.mu.Lock()
 	watched := a.watched
 	a.mu.Unlock()
 	changed, err := a.store.Changed(watched)
 	if err != nil || changed.Equal(watched) {
-		a.complain(err)
+		a.logRecords(err)
 		return
 	}
 	records, err := a.store.List()
-	a.complain(err)
+	a.logRecords(err)
 	a.mu.Lock()
-	a.watched = changed // before the records are acted upon: what is written meanwhile is for the next time
+	a.watched = changed // before the records are acted upon: records written meanwhile are for the next time
 	a.mu.Unlock()
 	for _, r := range records {
-		err := a.takeUp(ctx, r, hasty)
-		a.note(r, err)
+		err := a.takeUp(ctx, r, s)
+		a.recordTrouble(r, err)
 		if err != nil {
-			a.look()
+			a.rescan()
 		}
 	}
-	a.complain(a.store.Sweep(time.Minute))
+	a.logRecords(a.store.Sweep(leftoverAge))
 }
 
-// note remembers, and says once, why an attachment is not as it should be.
-func (a *Agent) note(r attach.Record, err error) {
+// rescan makes the next Reconcile read the records again.
+func (a *Agent) rescan() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	n := a.byID[r.ID]
-	if n == nil {
-		a.complain(err)
+	a.watched = time.Time{}
+}
+
+// recordTrouble records, and logs once, why an attachment is not in line.
+func (a *Agent) recordTrouble(r attach.Record, err error) {
+	e := a.table.Get(r.NetnsID)
+	if e == nil {
+		a.logRecords(err)
 		return
 	}
-	was := n.trouble
-	n.trouble = ""
-	if err != nil {
-		n.trouble = err.Error()
-	}
-	switch {
-	case n.trouble == was:
+	switch news := e.SetTrouble(err); {
+	case !news:
 	case err != nil:
-		a.log.Error("attachment is not settled; will try again", "attachment", r.String(), "err", err)
+		a.log.Error("attachment cannot be settled yet; trying again", "attachment", r.String(), "err", err)
 	default:
-		a.log.Info("attachment is settled after all", "attachment", r.String())
+		a.log.Info("attachment is settled at last", "attachment", r.String())
 	}
 }
 
-func (a *Agent) complain(err error) {
+func (a *Agent) logRecords(err error) {
 	if err != nil {
-		a.log.Error("attachment records", "err", err)
+		a.log.Error("attachment records cannot be kept", "err", err)
 	}
 }
 
-// dropGone notices a DEL that never came.
-func (a *Agent) dropGone() {
+// removeGone makes up for a DEL that never came.
+func (a *Agent) removeGone() {
 	for _, r := range a.gone() {
-		a.log.Warn("netns went without a DEL", "attachment", r.String(), "netns", r.Netns)
+		a.log.Warn("netns has gone without a DEL", "attachment", r.String(), "netns", r.Netns)
 		a.forget(r.ID)
-		a.complain(a.store.Remove(r.ID))
+		a.logRecords(a.store.Remove(r.ID))
 	}
 }
 
-// gone are the attachments whose netns is not there any more.
-func (a *Agent) gone() []attach.Record {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	var gone []attach.Record
-	for id, n := range a.byID {
-		if r := n.attachments[id]; isGone(r.Netns, n.id) {
-			gone = append(gone, *r)
-		}
-	}
-	return gone
-}
-
-// isGone looks without the cookie: while a gate is open its netns cannot have been replaced by one with the same
-// inode.
-func isGone(path string, id attach.NetnsID) bool {
-	now, err := attach.StatNetns(path)
-	return err == nil && !now.SameFile(id) || errors.Is(err, attach.ErrNetnsGone)
-}
-
-// takeUp brings what is held in line with a record that somebody else wrote.
-func (a *Agent) takeUp(ctx context.Context, r attach.Record, hasty bool) error {
-	if a.inLine(r) {
+// takeUp brings an endpoint in line with a record that the plugin or an earlier daemon wrote.
+func (a *Agent) takeUp(ctx context.Context, r attach.Record, s scope) error {
+	if e := a.table.Get(r.NetnsID); e != nil && e.InLine(r) {
 		return nil
 	}
 	now, err := attach.IdentifyNetns(r.Netns)
 	if errors.Is(err, attach.ErrNetnsGone) || err == nil && now != r.NetnsID {
-		a.log.Info("record dropped: its netns is gone", "attachment", r.String(), "netns", r.Netns)
+		a.log.Info("record removed: its netns is gone", "attachment", r.String(), "netns", r.Netns)
 		a.forget(r.ID)
 		return a.store.Remove(r.ID)
 	}
 	if err != nil {
 		return err
 	}
-	n := a.enter(r.NetnsID)
-	defer a.leave(n)
-	if a.deleted(r) {
+	e := a.table.EnterFor(r.ID, r.NetnsID)
+	defer e.Leave()
+	if a.wasDeleted(r) {
 		return nil
 	}
-	a.join(n, &r) // it may tell more than was known when it was attached
+	e.Add(r) // the record may say more than the attachment did
 	if r.State == attach.Captured {
-		var was ruleset.Ruleset
-		if r.Installed != nil {
-			was = r.Installed.Ruleset
-		}
-		if err := a.reopen(n, r.Attachment, was); err != nil {
+		if err := a.reopen(e, r); err != nil {
 			return err
 		}
 	}
-	if hasty && r.State != attach.Provisional {
+	if s == gatesOnly && r.State != attach.Provisional {
 		return nil
 	}
-	return a.settle(ctx, n, r)
+	return a.settle(ctx, e, r)
 }
 
-// Begin opens the gates of what was captured before, and settles what was captured provisionally. Whether the source wants
-// something else by now of what was settled is for Run: to change the rules of hundreds of pods takes many seconds, which
-// neither connections nor the daemon before this one wait for.
-func (a *Agent) Begin(ctx context.Context) {
-	if a.evictFrom.IsZero() { // the one before this one does not hang
-		after := evictAfter
-		if a.Returning > 0 {
-			after = evictProxyAfter
-		}
-		a.evictFrom = time.Now().Add(after)
-	}
-	a.unlessRetired(func() { a.reconcile(ctx, true) })
-}
-
-// reopen opens the gate of an attachment that was captured before, in the place of whoever has held it for long enough.
-func (a *Agent) reopen(n *netns, at attach.Attachment, r ruleset.Ruleset) error {
-	err := a.open(n, at, r)
-	if !errors.Is(err, unix.EADDRINUSE) || a.evictFrom.IsZero() || time.Now().Before(a.evictFrom) {
-		return err
-	}
-	ours := n.gate
-	if ours == nil {
-		ours = &gate.Gate{}
-	}
-	if err := ours.Evict(at.Netns, a.inbound(n, at, r)); err != nil {
-		return err
-	}
-	if err := a.open(n, at, r); err != nil {
-		return err
-	}
-	a.log.Warn("ended the listeners of another process, of a sluiced that hangs most likely", "attachment", at.String())
-	return nil
-}
-
-// inLine tells whether r is known as it is.
-func (a *Agent) inLine(r attach.Record) bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	n := a.byID[r.ID]
-	if n == nil || n.id != r.NetnsID || r.State == attach.Provisional {
-		return false
-	}
-	known := n.attachments[r.ID]
-	return known.State == r.State && (known.Installed != nil) == (r.Installed != nil) && (n.gate != nil || r.State != attach.Captured)
-}
-
-// deleted tells whether a DEL took the record away meanwhile.
-func (a *Agent) deleted(r attach.Record) bool {
-	_, err := a.store.Read(r.ID)
-	return errors.Is(err, os.ErrNotExist)
-}
-
-// settle brings an attachment in line with what the source wants of it by now, as far as it knows. A provisional
-// one has nobody who listens yet, and what waits at its gate belongs to where it would have gone with the daemon
-// there from the start. So the order matters: first what is excluded leaves the rules, then the kernel forgets
-// where it sent the SYNs that wait, and only then does anybody listen.
-func (a *Agent) settle(ctx context.Context, n *netns, r attach.Record) error {
-	if r.State != attach.Passed && r.Installed == nil {
-		return errors.New("its record has no ruleset")
-	}
-	d, err := a.decide(ctx, n, r.Attachment, false)
-	switch {
-	case errors.Is(err, optin.ErrUnknown) && r.State != attach.Provisional:
-		return nil
-	case err != nil:
-		if !errors.Is(err, optin.ErrUnknown) {
-			a.report(r.Pod, true, reasonRefused, fmt.Sprintf("the pod stays %s: %s", r.State, err))
-		}
-		return fmt.Errorf("it stays %s: %w", r.State, err)
-	}
-	a.limit(n, d.Late)
-	if state(d) == r.State && (!d.Capture || equal(*d.Ruleset, r.Installed.Ruleset) && r.Installed.Revision == ruleset.Revision) {
-		return nil
-	}
-	was := r.State
-	switch {
-	case d.Capture:
-		err = a.capture(ctx, n, &r, *d.Ruleset)
-	case was == attach.Captured:
-		err = a.drain(ctx, &r)
-	default:
-		err = a.free(ctx, &r, forgetWaitingHere)
-	}
-	if err != nil {
-		return err
-	}
-	r.State = state(d)
-	a.log.Info("attachment settled", "attachment", r.String(), "was", string(was), "state", string(r.State), "reason", d.Reason)
-	if a.deleted(r) {
-		return nil
-	}
-	a.join(n, &r)
-	a.tell(r.Pod, was, d)
-	if err := a.store.Write(r); err != nil || r.Installed == nil {
-		return err
-	}
-	return a.store.Share(r.ID, r.NetnsID, r.Installed)
-}
-
-// equal compares as JSON does, which does not tell an empty list from none.
-func equal(x, y ruleset.Ruleset) bool {
-	a, aerr := json.Marshal(x)
-	b, berr := json.Marshal(y)
-	return aerr == nil && berr == nil && bytes.Equal(a, b)
-}
-
-func (a *Agent) capture(ctx context.Context, n *netns, r *attach.Record, want ruleset.Ruleset) error {
-	if r.State != attach.Provisional {
-		if err := a.open(n, r.Attachment, want); err != nil { // before anything can arrive
-			return err
-		}
-	}
-	backend := ruleset.BackendAuto
+// reopen opens the gate of a pod that was captured before. After a grace period it evicts another process that holds
+// the capture port.
+func (a *Agent) reopen(e *endpoint.Endpoint, r attach.Record) error {
+	var rules ruleset.Ruleset
 	if r.Installed != nil {
-		backend = r.Installed.Backend
+		rules = r.Installed.Ruleset
 	}
-	in, err := ruleset.Apply(ctx, r.Netns, want, backend, r.Installed)
-	if err != nil {
-		return err
-	}
-	r.Installed = &in
-	if err := ruleset.Patience(r.Netns, true); err != nil {
-		// In a container /proc/sys is read-only; the plugin, which is not in one, has done it for most pods.
-		a.log.Debug("the pod gives up sooner if sluiced is late", "attachment", r.String(), "err", err)
-	}
-	if err := forgetWaiting(r.Netns); err != nil {
-		return err
-	}
-	return a.open(n, r.Attachment, want)
-}
-
-// drain ends the capture of new connections. Rules stay, because those that were redirected need the kernel's
-// nat for as long as they are open: its hooks go with the last nat chain. closeUnused takes the rest away.
-func (a *Agent) drain(ctx context.Context, r *attach.Record) error {
-	nothing := r.Installed.Ruleset
-	everywhere := []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
-	nothing.ExcludeCIDRs, nothing.ExcludeSources = everywhere, everywhere
-	in, err := ruleset.Apply(ctx, r.Netns, nothing, r.Installed.Backend, r.Installed)
-	if err != nil {
-		return err
-	}
-	r.Installed = &in
-	return nil
-}
-
-// free takes the rules away.
-func (a *Agent) free(ctx context.Context, r *attach.Record, released func() error) error {
-	if r.Installed == nil {
-		return nil
-	}
-	if err := r.Installed.Remove(ctx, r.Netns, released); err != nil {
-		return err
-	}
-	r.Installed = nil
-	return nil
-}
-
-// Reconsider looks whether the source still wants of each attachment what was done, and of each pod that runs
-// without having been attached whether it is to be captured.
-func (a *Agent) Reconsider(ctx context.Context) {
-	a.Reconcile(ctx) // what has just been recorded can be changed too
-	for _, n := range a.all() {
-		for _, r := range a.records(n) {
-			a.unlessRetired(func() { a.reconsider(ctx, r) })
-		}
-	}
-	a.unlessRetired(func() { a.enrol(ctx) })
-}
-
-// unlessRetired calls do, which no hand-over interrupts. It is short: a hand-over waits for it.
-func (a *Agent) unlessRetired(do func()) {
-	a.handing.RLock()
-	defer a.handing.RUnlock()
-	if !a.isRetired() {
-		do()
-	}
-}
-
-func (a *Agent) reconsider(ctx context.Context, r attach.Record) {
-	err := a.takeUp(ctx, r, false) // what has failed before
-	if err == nil {
-		err = a.again(ctx, r)
-	}
-	a.note(r, err)
-}
-
-func (a *Agent) records(n *netns) []attach.Record {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	var records []attach.Record
-	for _, r := range n.attachments {
-		records = append(records, *r)
-	}
-	return records
-}
-
-// again settles an attachment that was settled before.
-func (a *Agent) again(ctx context.Context, r attach.Record) error {
-	n := a.enter(r.NetnsID)
-	defer a.leave(n)
-	a.mu.Lock()
-	now := n.attachments[r.ID]
-	a.mu.Unlock()
-	if now == nil || now.State != attach.Passed && now.Installed == nil {
-		return nil // gone, or the plugin has yet to record what it installed; Reconcile will see that
-	}
-	return a.settle(ctx, n, *now)
-}
-
-// closeUnused takes away what is left of captures that have ended, when the last of their connections has: of inbound
-// ones, those that wait to be accepted.
-func (a *Agent) closeUnused(ctx context.Context) {
-	for _, n := range a.all() {
-		n.changing.Lock()
-		if a.unused(n) {
-			for _, r := range a.records(n) {
-				a.note(r, a.clear(ctx, n, r))
-			}
-			a.shut(n)
-		} else if a.outboundOnly(n) {
-			a.complain(a.narrow(n))
-		}
-		n.changing.Unlock()
-	}
-}
-
-// outboundOnly tells whether n has a gate, and rules that lead nothing inbound to it.
-func (a *Agent) outboundOnly(n *netns) bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for _, r := range n.attachments {
-		if r.Installed == nil || len(r.Installed.Ruleset.InboundPorts) > 0 {
-			return false
-		}
-	}
-	return n.gate != nil
-}
-
-func (a *Agent) narrow(n *netns) error {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	narrow, err := n.gate.Narrow()
-	if narrow != n.gate {
-		err = errors.Join(err, a.serve(n, narrow))
+	evict := !a.evictFrom.IsZero() && !time.Now().Before(a.evictFrom)
+	evicted, err := e.Reopen(r.Attachment, rules, evict)
+	if evicted && err == nil {
+		a.log.Warn("listeners of another process were closed, most likely of a sluiced that hangs",
+			"attachment", r.Attachment.String())
 	}
 	return err
 }
 
-func (a *Agent) clear(ctx context.Context, n *netns, r attach.Record) error {
-	if r.Installed == nil {
+// Reconsider asks the orchestrator again about every attachment, and about the pods that run without having been
+// attached.
+func (a *Agent) Reconsider(ctx context.Context) {
+	a.Reconcile(ctx) // a record that has just been written can be changed too
+	for _, e := range a.table.All() {
+		for _, r := range e.Records() {
+			_ = a.tenure.Do(func() error { // short, because a hand-over waits for it
+				a.recordTrouble(r, a.reconsider(ctx, r))
+				return nil
+			})
+		}
+	}
+	_ = a.tenure.Do(func() error {
+		a.enrol(ctx)
 		return nil
-	}
-	if err := a.free(ctx, &r, nil); err != nil {
-		return err
-	}
-	a.join(n, &r)
-	if a.deleted(r) {
-		return nil
-	}
-	return a.store.Write(r)
+	})
 }
 
-// unused tells whether something is left in n that no connection needs.
-func (a *Agent) unused(n *netns) bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	left := n.gate != nil
-	for _, r := range n.attachments {
-		if r.State != attach.Passed {
-			return false
-		}
-		left = left || r.Installed != nil
+func (a *Agent) reconsider(ctx context.Context, r attach.Record) error {
+	if err := a.takeUp(ctx, r, gatesOnly); err != nil { // failed before
+		return err
 	}
-	if !left {
-		return false
+	e := a.table.Enter(r.NetnsID)
+	defer e.Leave()
+	now, ok := e.Record(r.ID)
+	if !ok || now.State != attach.Passed && now.Installed == nil {
+		return nil // gone, or the plugin has yet to record its rules; Reconcile will read that record
 	}
-	t := n.traffic()
-	waiting, err := t.waiting()
-	open, _ := t.open()
-	return err == nil && waiting+open == 0
+	return a.settle(ctx, e, now)
+}
+
+// closeUnused removes the rules and gates of captures that have ended, once the last connection has ended too. Of
+// inbound captures it closes the listeners once no connection waits in them.
+func (a *Agent) closeUnused(ctx context.Context) {
+	for _, e := range a.table.All() {
+		a.closeIfUnused(ctx, a.table.Enter(e.ID))
+	}
+}
+
+func (a *Agent) closeIfUnused(ctx context.Context, e *endpoint.Endpoint) {
+	defer e.Leave()
+	if !e.Unused() {
+		a.logRecords(e.Narrow())
+		return
+	}
+	for _, r := range e.Records() {
+		a.recordTrouble(r, a.removeRules(ctx, e, r))
+	}
+	e.Shut()
 }

@@ -1,13 +1,14 @@
-// Package direct connects to a captured connection's original destination as the pod itself would have: from its netns
-// and address, and uncaptured.
+// Package direct connects to the original destination of a captured connection as the pod itself would: from its netns
+// and address, and not captured.
 //
-// A connection is entered into conntrack, by its addresses and ports and with a mark, before its first segment is sent.
-// It takes CAP_NET_ADMIN over the netns to do that. What conntrack has, nat does not give another destination any more
+// It enters the connection into conntrack, by its addresses and ports and with a mark, before the first segment is
+// sent. That takes CAP_NET_ADMIN over the netns. nat does not translate a connection that conntrack has an entry for
 // (nf_nat_setup_info in net/netfilter/nf_nat_core.c), and the ruleset lets a SYN with the mark out until it has been
-// answered: the entry outlives the connection, and who has the port next is not to have it.
+// answered. The limit matters because the entry outlives the connection, and the next user of the port must not have
+// it.
 //
-// A mark of the socket would let in whoever has CAP_NET_RAW, as most containers do: that suffices for SO_MARK since
-// Linux 5.17.
+// A socket mark would let out any process with CAP_NET_RAW, which most containers have: since Linux 5.17 that
+// capability suffices for SO_MARK.
 package direct
 
 import (
@@ -24,24 +25,26 @@ import (
 	"github.com/containernetworking/plugins/pkg/ns"
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/conntrack"
+	"github.com/sluice-cni/sluice/daemon/netns"
+	"github.com/sluice-cni/sluice/daemon/socket"
 )
 
-// ErrNotExempt means that the connection could not be let out: it says nothing of the destination.
+// ErrNotExempt means that the connection could not be exempted from capture. It says nothing about the destination.
 var ErrNotExempt = errors.New("not exempt from capture")
 
-// Dial connects to dst from the netns of captured, which is a connection of the pod there.
-func Dial(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.TCPConn, error) {
-	conn, err := dial(ctx, captured, dst)
+// dial connects to dst from the netns of captured, a connection of the pod there.
+func dial(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.TCPConn, error) {
+	conn, err := dialExempt(ctx, captured, dst)
 	if err != nil {
 		return nil, fmt.Errorf("connecting to %s from the pod's netns: %w", dst, err)
 	}
 	return conn, nil
 }
 
-func dial(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.TCPConn, error) {
+func dialExempt(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.TCPConn, error) {
 	var s *os.File
-	var exempt flow
+	var exempt conntrack.Flow
 	err := inNetnsOf(ctx, captured, func() (err error) {
 		s, exempt, err = newExempt(dst)
 		return err
@@ -56,8 +59,8 @@ func dial(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.
 	stop := context.AfterFunc(ctx, func() { _ = s.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
 	if err := connect(s, dst); err != nil {
-		// While the port is still ours, and sends no more: the next to have it is not to be exempt.
-		return nil, errors.Join(err, disconnect(s), inNetnsOf(context.Background(), captured, exempt.forget))
+		// The entry goes while the port is still ours and sends nothing more: its next user must not be exempt.
+		return nil, errors.Join(err, disconnect(s), inNetnsOf(context.Background(), captured, exempt.Forget))
 	}
 	c, err := net.FileConn(s)
 	if err != nil {
@@ -70,8 +73,7 @@ func dial(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.
 	return conn, nil
 }
 
-// threads bounds how many are in the netns of pods at a time: thousands of connections may have waited for too long at
-// once.
+// threads bounds how many threads are in the netns of pods at a time: thousands of connections may expire at once.
 var threads = make(chan struct{}, 16)
 
 // inNetnsOf calls do on a thread in the netns of conn.
@@ -86,56 +88,57 @@ func inNetnsOf(ctx context.Context, conn *net.TCPConn, do func() error) error {
 	if err != nil {
 		return err
 	}
-	var netns int
-	if cerr := raw.Control(func(fd uintptr) { netns, err = unix.IoctlRetInt(int(fd), unix.SIOCGSKNS) }); cerr != nil {
+	var fd int
+	if cerr := raw.Control(func(s uintptr) { fd, err = unix.IoctlRetInt(int(s), unix.SIOCGSKNS) }); cerr != nil {
 		return cerr
 	}
 	if err != nil {
 		return fmt.Errorf("SIOCGSKNS: %w", err)
 	}
-	defer unix.Close(netns) //nolint:errcheck // nothing was written
-	return ns.WithNetNSPath("/proc/self/fd/"+strconv.Itoa(netns), func(ns.NetNS) error { return do() })
+	defer unix.Close(fd) //nolint:errcheck // nothing was written
+	return ns.WithNetNSPath("/proc/self/fd/"+strconv.Itoa(fd), func(ns.NetNS) error { return do() })
 }
 
-// newExempt makes a socket in this netns at the address from which dst is reached, whose connection to dst is exempt.
-func newExempt(dst netip.AddrPort) (*os.File, flow, error) {
-	src, err := gate.SourceTo(dst.Addr())
+// newExempt makes a socket in the current netns, bound to the address from which dst is reached. Its connection to dst
+// is exempt from capture.
+func newExempt(dst netip.AddrPort) (*os.File, conntrack.Flow, error) {
+	src, err := netns.SourceTo(dst.Addr())
 	if err != nil {
-		return nil, flow{}, err
+		return nil, conntrack.Flow{}, err
 	}
 	if !src.IsValid() {
-		return nil, flow{}, unix.ENETUNREACH
+		return nil, conntrack.Flow{}, unix.ENETUNREACH
 	}
 	for range 100 {
 		s, f, err := bind(src, dst)
 		if err != nil {
-			return nil, flow{}, err
+			return nil, conntrack.Flow{}, err
 		}
-		if err = f.enter(); err == nil {
+		if err = f.Exempt(); err == nil {
 			return s, f, nil
 		}
 		_ = s.Close() // nothing was sent
-		// Who had the port before has left an entry, with a redirect most likely.
+		// A former user of the port has left an entry, most likely with a redirect.
 		if !errors.Is(err, unix.EEXIST) {
-			return nil, flow{}, err
+			return nil, conntrack.Flow{}, err
 		}
 	}
-	return nil, flow{}, fmt.Errorf("no port of %s for it that conntrack does not know", src)
+	return nil, conntrack.Flow{}, fmt.Errorf("conntrack knows every port of %s that was tried", src)
 }
 
-// bind makes a socket that nobody else can have the port of.
-func bind(src netip.Addr, dst netip.AddrPort) (*os.File, flow, error) {
-	family, anyPort := gate.Sockaddr(netip.AddrPortFrom(src, 0))
+// bind makes a socket with a port that no other process can get.
+func bind(src netip.Addr, dst netip.AddrPort) (*os.File, conntrack.Flow, error) {
+	family, anyPort := socket.Sockaddr(netip.AddrPortFrom(src, 0))
 	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return nil, flow{}, fmt.Errorf("socket: %w", err)
+		return nil, conntrack.Flow{}, fmt.Errorf("socket: %w", err)
 	}
 	s := os.NewFile(uintptr(fd), "direct")
-	fail := func(what string, err error) (*os.File, flow, error) {
-		return nil, flow{}, errors.Join(fmt.Errorf("%s: %w", what, err), s.Close())
+	fail := func(step string, err error) (*os.File, conntrack.Flow, error) {
+		return nil, conntrack.Flow{}, errors.Join(fmt.Errorf("%s: %w", step, err), s.Close())
 	}
-	// Whatever ends it before it is joined to the pod's connection is no end of what the pod had to say.
-	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
+	// Until it is joined to the pod's connection, its end must not look like the end of the pod's data.
+	if err := socket.ResetOnClose(fd); err != nil {
 		return fail("SO_LINGER", err)
 	}
 	if err := unix.Bind(fd, anyPort); err != nil {
@@ -145,7 +148,7 @@ func bind(src netip.Addr, dst netip.AddrPort) (*os.File, flow, error) {
 	if err != nil {
 		return fail("getsockname", err)
 	}
-	return s, flow{gate.AddrPort(bound), dst}, nil
+	return s, conntrack.Flow{Source: socket.AddrPort(bound), Destination: dst}, nil
 }
 
 // connect returns when s is connected, or at its deadline.
@@ -154,8 +157,8 @@ func connect(s *os.File, dst netip.AddrPort) error {
 	if err != nil {
 		return err
 	}
-	_, to := gate.Sockaddr(dst)
-	// Asked again, the kernel tells what has become of it.
+	_, to := socket.Sockaddr(dst)
+	// A second connect(2) on the same socket returns the result of the first.
 	werr := raw.Write(func(fd uintptr) bool {
 		err = unix.Connect(int(fd), to)
 		return !errors.Is(err, unix.EINPROGRESS) && !errors.Is(err, unix.EALREADY)
@@ -166,8 +169,8 @@ func connect(s *os.File, dst netip.AddrPort) error {
 	return err
 }
 
-// disconnect ends what s has begun, with a reset if it is connected by now; it keeps its port (tcp_disconnect in
-// net/ipv4/tcp.c).
+// disconnect aborts the connection of s, with a reset if it is established by now. The socket keeps its port
+// (tcp_disconnect in net/ipv4/tcp.c).
 func disconnect(s *os.File) error {
 	raw, err := s.SyscallConn()
 	if err != nil {

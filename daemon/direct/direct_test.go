@@ -43,18 +43,18 @@ func TestNothingIsLeftOfAFailure(t *testing.T) {
 		t.Cleanup(func() { _ = captured.Close() })
 		conn := captured.(*net.TCPConn)
 		to := func(ip string, port uint16) netip.AddrPort { return netip.AddrPortFrom(netip.MustParseAddr(ip), port) }
-		if _, err := Dial(t.Context(), conn, to(ip, 81)); !errors.Is(err, syscall.ECONNREFUSED) {
+		if _, err := dial(t.Context(), conn, to(ip, 81)); !errors.Is(err, syscall.ECONNREFUSED) {
 			t.Errorf("nobody listens: got %v, want %v", err, syscall.ECONNREFUSED)
 		}
 		elsewhere := map[string]string{"10.0.0.5": "203.0.113.1", "fd00::5": "2001:db8::1"}[ip]
-		if _, err := Dial(t.Context(), conn, to(elsewhere, 81)); !errors.Is(err, syscall.ENETUNREACH) {
+		if _, err := dial(t.Context(), conn, to(elsewhere, 81)); !errors.Is(err, syscall.ENETUNREACH) {
 			t.Errorf("no route: got %v, want %v", err, syscall.ENETUNREACH)
 		}
 		nobody := map[string]string{"10.0.0.5": "10.0.0.6", "fd00::5": "fd00::6"}[ip]
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error)
 		go func() {
-			_, err := Dial(ctx, conn, to(nobody, 81))
+			_, err := dial(ctx, conn, to(nobody, 81))
 			ended <- err
 		}()
 		entry := fmt.Sprintf("dst=%s ", nobody)
@@ -99,7 +99,7 @@ func TestPortsThatConntrackKnows(t *testing.T) {
 			"--state", "TIME_WAIT", "-u", "SEEN_REPLY,ASSURED", "-t", "60", "--dst-nat", "10.0.0.5:15001")
 	}
 	dst := netip.MustParseAddrPort("10.0.0.5:81")
-	to, err := Dial(t.Context(), c.(*net.TCPConn), dst)
+	to, err := dial(t.Context(), c.(*net.TCPConn), dst)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -107,7 +107,7 @@ func TestPortsThatConntrackKnows(t *testing.T) {
 		t.Errorf("got %q, %v; want the destination itself", got, err)
 	}
 	_ = to.Close()
-	if _, err := Dial(t.Context(), c.(*net.TCPConn), dst); !errors.Is(err, ErrNotExempt) {
+	if _, err := dial(t.Context(), c.(*net.TCPConn), dst); !errors.Is(err, ErrNotExempt) {
 		t.Errorf("without a port that is free to conntrack: got %v, want %v", err, ErrNotExempt)
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/sluice-cni/sluice/daemon/conntrack"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -254,14 +255,14 @@ func TestOriginalDestination(t *testing.T) {
 	h, g := newPod(t)
 	for _, want := range []string{webIPv4, webIPv6, "192.0.2.9:1", "[2001:db8:ffff::1]:65535"} {
 		dial(t, h, want)
-		got, err := OriginalDestination(accept(t, g))
+		got, err := conntrack.OriginalDestination(accept(t, g))
 		if err != nil || got != netip.MustParseAddrPort(want) {
 			t.Errorf("got %v, %v; want %s", got, err, want)
 		}
 	}
 	for _, direct := range []string{"127.0.0.1:15001", "[::1]:15001", "10.0.0.5:15001", "[fd00::5]:15001"} {
 		dial(t, h, direct)
-		if got, err := OriginalDestination(accept(t, g)); !errors.Is(err, ErrNotRedirected) {
+		if got, err := conntrack.OriginalDestination(accept(t, g)); !errors.Is(err, conntrack.ErrNotRedirected) {
 			t.Errorf("%s: got %v, %v; want ErrNotRedirected", direct, got, err)
 		}
 	}
@@ -278,7 +279,7 @@ func TestOriginalDestinationWithoutConntrack(t *testing.T) {
 	defer g.Close() //nolint:errcheck // the end of the test
 	for _, direct := range []string{"127.0.0.1:15001", "[::1]:15001"} {
 		dial(t, h, direct)
-		if got, err := OriginalDestination(accept(t, g)); err == nil {
+		if got, err := conntrack.OriginalDestination(accept(t, g)); err == nil {
 			t.Errorf("%s: got %v, want an error", direct, got)
 		}
 	}
@@ -354,28 +355,5 @@ func TestAdoptTellsInboundFromOutbound(t *testing.T) {
 	}
 	if same, err := adopted.Widen(h.Path(), []netip.Addr{netip.MustParseAddr("198.51.100.2")}); err != nil || same != adopted {
 		t.Errorf("Widen: got %v, %v; want the same gate", same, err)
-	}
-}
-
-func TestSourceTo(t *testing.T) {
-	t.Parallel()
-	h := testbed.NewHost(t, "node")
-	h.IP("link", "add", "eth0", "type", "bridge")
-	h.IP("addr", "add", "10.1.0.1/24", "dev", "eth0")
-	h.IP("addr", "add", "fd01::1/64", "dev", "eth0", "nodad")
-	h.IP("link", "set", "eth0", "up")
-	h.IP("route", "add", "blackhole", "198.51.100.0/24")
-	h.IP("route", "add", "prohibit", "203.0.113.0/24")
-	for to, want := range map[string]string{
-		"10.1.0.7": "10.1.0.1", "fd01::7": "fd01::1", "192.0.2.7": "", "2001:db8::7": "", "198.51.100.7": "", "203.0.113.7": "",
-	} {
-		var got netip.Addr
-		err := h.Do(func() (err error) {
-			got, err = SourceTo(netip.MustParseAddr(to))
-			return err
-		})
-		if wanted, _ := netip.ParseAddr(want); err != nil || got != wanted {
-			t.Errorf("to %s: got %v, %v; want %q", to, got, err, want)
-		}
 	}
 }

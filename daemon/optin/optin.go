@@ -15,11 +15,8 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// Prefix begins the name of every label and annotation of sluice.
-const Prefix = "sluice.dev/"
-
 // Label is the label of a pod or a namespace that opts in ("true") or out ("false"). The pod's label takes precedence.
-const Label = Prefix + "capture"
+const Label = attach.AnnotationPrefix + "capture"
 
 // Facts are the properties of a pod on which a decision depends. They come from the API server, or, with capture.source
 // all, from the attachment, which has annotations only.
@@ -109,9 +106,9 @@ func podReachable(address string) netip.AddrPort {
 	return netip.AddrPortFrom(ap.Addr().Unmap().WithZone(""), ap.Port())
 }
 
-// annotations has a function for every known annotation, by its name without Prefix. It parses the value and applies it
-// to the decision. Included ports and CIDRs of a pod replace those of the configuration; excluded ones are added to
-// them.
+// annotations has a function for every known annotation, by its name without the prefix. It parses the value and
+// applies it to the decision. Included ports and CIDRs of a pod replace those of the configuration; excluded ones are
+// added to them.
 var annotations = map[string]func(*attach.Decision, string) error{
 	"include-outbound-ports": func(d *attach.Decision, v string) (err error) {
 		d.Ruleset.IncludePorts, err = list(v, ruleset.ParsePortRange)
@@ -157,10 +154,10 @@ var annotations = map[string]func(*attach.Decision, string) error{
 	},
 }
 
-// annotate applies the annotations of a pod that begin with Prefix. The error names the key and the value.
+// annotate applies the annotations of a pod that begin with the prefix. The error names the key and the value.
 func annotate(d *attach.Decision, podAnnotations map[string]string) error {
 	for _, key := range slices.Sorted(maps.Keys(podAnnotations)) {
-		name, ours := strings.CutPrefix(key, Prefix)
+		name, ours := strings.CutPrefix(key, attach.AnnotationPrefix)
 		if !ours {
 			continue
 		}

@@ -175,7 +175,7 @@ func TestBadAnnotations(t *testing.T) {
 		{"include-ports", "80", "unknown; the known ones are capture-inbound-ports, "},
 		{"", "x", "unknown"},
 	} {
-		key := Prefix + tc.key
+		key := attach.AnnotationPrefix + tc.key
 		d, err := Decide(conf(), Facts{Annotations: map[string]string{key: tc.value}}, []string{"eth0"})
 		if err == nil || d.Capture || !strings.Contains(err.Error(), "annotation "+key+": ") ||
 			!strings.Contains(err.Error(), tc.want) {
@@ -253,9 +253,9 @@ func FuzzAnnotate(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, name, value string) {
-		d, err := Decide(conf(), Facts{Annotations: map[string]string{Prefix + name: value}}, []string{"eth0"})
+		d, err := Decide(conf(), Facts{Annotations: map[string]string{attach.AnnotationPrefix + name: value}}, []string{"eth0"})
 		if err != nil {
-			if d.Capture || !strings.Contains(err.Error(), Prefix+name) {
+			if d.Capture || !strings.Contains(err.Error(), attach.AnnotationPrefix+name) {
 				t.Errorf("%q: %q: got %+v, %v", name, value, d, err)
 			}
 			return
@@ -293,14 +293,14 @@ func TestLabels(t *testing.T) {
 	for _, bad := range []Facts{
 		{Labels: map[string]string{Label: "yes"}},
 		{NamespaceLabels: map[string]string{Label: ""}},
-		{Labels: on, Annotations: map[string]string{Prefix + "quic": "maybe"}},
+		{Labels: on, Annotations: map[string]string{attach.AnnotationPrefix + "quic": "maybe"}},
 	} {
-		if d, err := Decide(c, bad, []string{"eth0"}); err == nil || !strings.Contains(err.Error(), Prefix) {
+		if d, err := Decide(c, bad, []string{"eth0"}); err == nil || !strings.Contains(err.Error(), attach.AnnotationPrefix) {
 			t.Errorf("%+v: got %+v, %v; want an error that names the key", bad, d, err)
 		}
 	}
 	// A bad annotation of a pod that did not opt in is ignored.
-	notOptedIn := Facts{Annotations: map[string]string{Prefix + "quic": "maybe"}}
+	notOptedIn := Facts{Annotations: map[string]string{attach.AnnotationPrefix + "quic": "maybe"}}
 	if d, err := Decide(c, notOptedIn, nil); err != nil || d.Capture {
 		t.Errorf("not opted in: got %+v, %v", d, err)
 	}

@@ -17,6 +17,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/integration/testbed"
@@ -91,7 +92,7 @@ func (h *testHub) offer(t *testing.T) (id string, g *gate.Gate, stop func()) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		h.For(netns, web, []netip.Addr{netip.MustParseAddr("10.0.0.5")}).Serve(ctx, ctx, g)
+		h.For(endpoint.Served{Netns: netns, Pod: web, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5")}}).Serve(ctx, ctx, g)
 	}()
 	stop = sync.OnceFunc(func() {
 		cancel()
@@ -102,9 +103,7 @@ func (h *testHub) offer(t *testing.T) (id string, g *gate.Gate, stop func()) {
 		_ = g.Close() // a second time perhaps
 	})
 	testbed.Eventually(t, "it is offered", func() bool {
-		h.Hub.mu.Lock()
-		defer h.Hub.mu.Unlock()
-		return h.offers[netns.String()] != nil
+		return h.isOffered(netns.String())
 	})
 	return netns.String(), g, stop
 }
@@ -187,7 +186,7 @@ func TestListenersAreHandedOutAndTakenBack(t *testing.T) {
 		t.Errorf("hello: got %+v", m)
 	}
 	m, files := p.wants(kindAttach, id)
-	want := &pod{Namespace: "ci", Name: "web-0", UID: "7d3f", IPs: []string{"10.0.0.5"}, Labels: map[string]string{"app": "web"}}
+	want := &podDescription{Namespace: "ci", Name: "web-0", UID: "7d3f", IPs: []string{"10.0.0.5"}, Labels: map[string]string{"app": "web"}}
 	if diff := cmp.Diff(want, m.Pod); diff != "" {
 		t.Errorf("the pod (-want +got):\n%s", diff)
 	}
@@ -245,7 +244,7 @@ func TestWhatAProxyComesWith(t *testing.T) {
 func TestAddressesOfProxies(t *testing.T) {
 	t.Parallel()
 	h := newTestHub(t)
-	h.offer(t)
+	id, _, _ := h.offer(t)
 	own, err := os.Open("/proc/self/ns/net")
 	if err != nil {
 		t.Fatal(err)
@@ -272,9 +271,10 @@ func TestAddressesOfProxies(t *testing.T) {
 		p := h.connect(t)
 		p.say(hello, tc.network)
 		p.wants(kindHello, "")
+		p.wants(kindAttach, id) // not before its addresses are known
 		h.mu.Lock()
 		if diff := cmp.Diff(tc.moved, h.moved, compare); diff != "" {
-			t.Errorf("%d: when it is greeted (-want +got):\n%s", i, diff)
+			t.Errorf("%d: when it has listeners (-want +got):\n%s", i, diff)
 		}
 		h.mu.Unlock()
 		testbed.Eventually(t, "it is known", func() bool { return len(h.Status().Proxies) == 1 })

@@ -37,9 +37,9 @@ type message struct {
 	Node   string   `json:"node,omitempty"`   // the daemon's
 
 	// attach, detach, detached, held
-	ID        string     `json:"id,omitempty"`
-	Pod       *pod       `json:"pod,omitempty"`
-	Listeners []listener `json:"listeners,omitempty"` // what the descriptors are, in their order
+	ID        string          `json:"id,omitempty"`
+	Pod       *podDescription `json:"pod,omitempty"`
+	Listeners []listener      `json:"listeners,omitempty"` // the descriptors, in their order
 
 	// state
 	Connections int `json:"connections,omitempty"`
@@ -48,7 +48,7 @@ type message struct {
 	Error string `json:"error,omitempty"`
 }
 
-type pod struct {
+type podDescription struct {
 	Namespace string            `json:"namespace"`
 	Name      string            `json:"name"`
 	UID       string            `json:"uid"`

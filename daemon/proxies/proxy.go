@@ -9,72 +9,74 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 	"unicode"
 
-	"github.com/containernetworking/plugins/pkg/ns"
-
 	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/netns"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 const (
-	// patience bounds what a proxy may take for its hello, for reading what it is told, and for letting go of the
-	// listeners of a pod.
-	patience = 5 * time.Second
-	// pingInterval is how often a proxy is asked whether it is well; silence is how long it may take to answer.
-	pingInterval, silence = time.Second, 3 * time.Second
-	// maxHeld is more than a node has pods, maxID longer than the longest id of a netns, maxName enough for people.
-	maxHeld, maxID, maxName = 10_000, 64, 100
+	// proxyTimeout bounds how long a proxy may take for its hello, to read a message, and to close the listeners of a
+	// pod.
+	proxyTimeout = 5 * time.Second
+	// pingInterval is the time between pings. A proxy that takes longer than pingTimeout to answer one hangs.
+	pingInterval, pingTimeout = time.Second, 3 * time.Second
+	// maxHeld is more than a node has pods, maxID longer than the longest id of a netns, and maxAddresses more than a
+	// pod has. maxName bounds a proxy's name in bytes.
+	maxHeld, maxID, maxAddresses, maxName = 10_000, 64, 16, 100
 )
 
-// proxy is one that is connected.
+// proxy is one connected proxy.
 type proxy struct {
 	hub  *Hub
 	conn *net.UnixConn
-	wake chan struct{}
+	wake chan struct{} // receives when the offers or the listeners held may differ
 
-	// Guarded by hub.mu.
+	labels []string // of pods, for which the proxy has asked; set by greet, read by the same goroutine
+
+	mu          sync.Mutex // see the package comment
 	name        string
-	labels      []string
-	addresses   []netip.Addr // that it connects from, unless they are the node's
-	since       time.Time
+	addresses   []netip.Addr // from which it connects, unless they are the node's
+	since       time.Time    // when it connected
 	greeted     bool
 	hangs       bool
-	asked       time.Time // when it was asked for its state; zero when it has answered
+	pinged      time.Time // when the ping was sent that it has not answered; zero if it has answered
 	connections int
-	holds       map[string]*holding // by netns
+	held        map[string]*held // by netns
 }
 
-// holding is the listeners of one pod that a proxy has.
-type holding struct {
+// held is the listeners of one pod that a proxy has.
+type held struct {
 	cookies []uint64
-	// kept is until when listeners that the proxy came with are left to it, while nobody here offers them.
-	kept time.Time
-	// leaving is since when the proxy is to let go of them; zero if it is not.
-	leaving time.Time
+	// keepUntil is until when the proxy keeps listeners that it came with, while nothing is offered for their netns.
+	keepUntil time.Time
+	// detached is when the proxy was told to close them; zero if it was not.
+	detached time.Time
 }
 
 func newProxy(h *Hub, conn *net.UnixConn) *proxy {
-	return &proxy{hub: h, conn: conn, wake: make(chan struct{}, 1), since: time.Now(), holds: map[string]*holding{}}
+	return &proxy{hub: h, conn: conn, wake: make(chan struct{}, 1), since: time.Now(), held: map[string]*held{}}
 }
 
-func (p *proxy) look() {
+func (p *proxy) wakeUp() {
 	select {
 	case p.wake <- struct{}{}:
 	default:
 	}
 }
 
-// refuse says why, and hangs up.
+// refuse tells the proxy why, and hangs up.
 func (p *proxy) refuse(why error) {
-	_ = p.conn.SetWriteDeadline(time.Now().Add(patience)) // a closed connection shows at the next call
+	_ = p.conn.SetWriteDeadline(time.Now().Add(proxyTimeout)) // a closed connection shows at the next call
 	_ = send(p.conn, message{Kind: kindError, Error: why.Error()}, nil)
-	_ = p.conn.Close() // everything was said
+	_ = p.conn.Close() // everything was sent
 }
 
-// serve talks to the proxy until it goes, breaks the protocol, or ctx ends; the error says which.
+// serve talks to the proxy until it goes, breaks the protocol, or ctx ends. The error says which.
 func (p *proxy) serve(ctx context.Context, owner Owner) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -87,17 +89,16 @@ func (p *proxy) serve(ctx context.Context, owner Owner) error {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		cancel(p.hear())
+		cancel(p.receiveAll())
 	}()
-	tell := p.tell(ctx)
-	cancel(tell)
+	cancel(p.sendAll(ctx))
 	<-done
 	return context.Cause(ctx)
 }
 
-// greet takes the proxy's hello, and what it holds.
+// greet receives the proxy's hello and the listeners that it holds, and answers.
 func (p *proxy) greet(ctx context.Context, owner Owner) error {
-	if err := p.conn.SetDeadline(time.Now().Add(patience)); err != nil {
+	if err := p.conn.SetDeadline(time.Now().Add(proxyTimeout)); err != nil {
 		return err
 	}
 	buffer := make([]byte, maxMessage)
@@ -105,54 +106,81 @@ func (p *proxy) greet(ctx context.Context, owner Owner) error {
 	if err != nil {
 		return fmt.Errorf("hello: %w", err)
 	}
-	addresses, err := addressesIn(files)
+	addresses, err := addressesOf(files)
 	unixsock.Close(files)
 	switch {
 	case err != nil:
 		return fmt.Errorf("hello: %w", err)
 	case hello.Kind != kindHello || hello.Version < version:
-		return fmt.Errorf("want a hello of version %d or later, not %q of version %d", version, hello.Kind, hello.Version)
+		return fmt.Errorf("want a hello of version %d or later, not %q of version %d",
+			version, hello.Kind, hello.Version)
 	case hello.Held > maxHeld:
 		return fmt.Errorf("held: %d are more than %d", hello.Held, maxHeld)
 	}
 	for range hello.Held {
-		m, files, err := receive(p.conn, buffer)
-		if err == nil && (m.Kind != kindHeld || m.ID == "" || len(m.ID) > maxID || len(files) == 0) {
-			unixsock.Close(files)
-			err = fmt.Errorf("want a %q with an id and its sockets, not %q", kindHeld, m.Kind)
-		}
-		if err != nil {
-			return err
-		}
-		if err := p.comesWith(m.ID, files, owner); err != nil {
+		if err := p.receiveHeld(buffer, owner); err != nil {
 			return err
 		}
 	}
 	if err := send(p.conn, message{Kind: kindHello, Version: version, Node: p.hub.node}, nil); err != nil {
 		return err
 	}
-	if p.moveIn(addresses) {
-		owner.Reconsider(ctx)
+	if p.recordAddresses(addresses) {
+		owner.Reconsider(ctx) // before it gets an inbound listener: its own connections would come back to it
 	}
-	p.hub.mu.Lock()
-	defer p.hub.mu.Unlock()
-	p.name, p.labels, p.greeted = printable(hello.Name), hello.Labels, true
-	p.hub.log.Info("proxy connected", "proxy", p.name, "held", hello.Held)
-	p.hub.judge()
+	p.labels = hello.Labels
+	p.recordHello(hello)
+	p.hub.updateReady()
 	return nil
 }
 
-// moveIn notes the proxy's addresses, and tells whether some are new. Before its own connections to pods are known by
-// them it must not have inbound listeners: they would come back to it.
-func (p *proxy) moveIn(addresses []netip.Addr) (news bool) {
+// receiveHeld receives listeners that the proxy has of an earlier daemon.
+func (p *proxy) receiveHeld(buffer []byte, owner Owner) error {
+	m, files, err := receive(p.conn, buffer)
+	if err != nil {
+		return err
+	}
+	if m.Kind != kindHeld || m.ID == "" || len(m.ID) > maxID || len(files) == 0 {
+		unixsock.Close(files)
+		return fmt.Errorf("want a %q with an id and its sockets, not %q", kindHeld, m.Kind)
+	}
+	cookies, err := gate.Cookies(files)
+	if err != nil {
+		unixsock.Close(files)
+		return fmt.Errorf("the listeners held of netns %s: %w", m.ID, err)
+	}
+	p.recordHeld(m.ID, &held{cookies: cookies, keepUntil: time.Now().Add(proxyTimeout)})
+	if p.hub.isOffered(m.ID) {
+		unixsock.Close(files)
+	} else {
+		owner.Returned(m.ID, files)
+	}
+	return nil
+}
+
+func (p *proxy) recordHeld(id string, h *held) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.held[id] = h
+}
+
+func (p *proxy) recordHello(hello message) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.name, p.greeted = printable(hello.Name), true
+	p.hub.log.Info("proxy connected", "proxy", p.name, "held", hello.Held)
+}
+
+// recordAddresses reports whether some of the addresses are new to the hub.
+func (p *proxy) recordAddresses(addresses []netip.Addr) (news bool) {
 	known := p.hub.Addresses()
-	p.hub.mu.Lock()
-	defer p.hub.mu.Unlock()
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.addresses = addresses
 	return slices.ContainsFunc(addresses, func(a netip.Addr) bool { return !slices.Contains(known, a) })
 }
 
-// printable keeps what is shown from doing something to a terminal.
+// printable removes the characters of a name that could control a terminal.
 func printable(name string) string {
 	name = strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {
@@ -163,60 +191,36 @@ func printable(name string) string {
 	return strings.ToValidUTF8(name[:min(len(name), maxName)], "")
 }
 
-// addressesIn are those of the network namespace that came along, if one did and it is not the daemon's own, which is the
-// node's.
-func addressesIn(files []*os.File) ([]netip.Addr, error) {
+// addressesOf returns the addresses of the netns that the proxy has sent along, unless it is the daemon's own, which is
+// the node's.
+func addressesOf(files []*os.File) ([]netip.Addr, error) {
 	if len(files) == 0 {
 		return nil, nil
 	}
-	mine, err := os.Stat("/proc/self/ns/net")
+	own, err := os.Stat("/proc/self/ns/net")
 	if err != nil {
 		return nil, err
 	}
-	theirs, err := files[0].Stat()
-	if err != nil || os.SameFile(mine, theirs) {
+	sent, err := files[0].Stat()
+	if err != nil || os.SameFile(own, sent) {
 		return nil, err
 	}
-	var all []netip.Addr
-	err = ns.WithNetNSPath(fmt.Sprintf("/proc/self/fd/%d", files[0].Fd()), func(ns.NetNS) error {
-		addrs, err := net.InterfaceAddrs()
-		for _, a := range addrs {
-			if p, err := netip.ParsePrefix(a.String()); err == nil && p.Addr().IsGlobalUnicast() {
-				all = append(all, p.Addr())
-			}
-		}
-		return err
-	})
+	interfaces, err := netns.Addresses(fmt.Sprintf("/proc/self/fd/%d", files[0].Fd()))
 	if err != nil {
 		return nil, fmt.Errorf("the addresses of the proxy: %w", err)
 	}
+	var all []netip.Addr
+	for a := range interfaces {
+		if a.IsGlobalUnicast() {
+			all = append(all, a)
+		}
+	}
+	slices.SortFunc(all, netip.Addr.Compare)
 	return all[:min(len(all), maxAddresses)], nil
 }
 
-// maxAddresses is more than a pod has.
-const maxAddresses = 16
-
-// comesWith notes what the proxy has from a daemon before this one.
-func (p *proxy) comesWith(id string, files []*os.File, owner Owner) error {
-	cookies, err := gate.Cookies(files)
-	if err != nil {
-		unixsock.Close(files)
-		return fmt.Errorf("what the proxy holds of netns %s: %w", id, err)
-	}
-	p.hub.mu.Lock()
-	p.holds[id] = &holding{cookies: cookies, kept: time.Now().Add(patience)}
-	offered := p.hub.offers[id] != nil
-	p.hub.mu.Unlock()
-	if offered {
-		unixsock.Close(files)
-	} else {
-		owner.Returned(id, files)
-	}
-	return nil
-}
-
-// hear takes what the proxy says, until it says something wrong or nothing more.
-func (p *proxy) hear() error {
+// receiveAll handles the proxy's messages until the connection ends or a message breaks the protocol.
+func (p *proxy) receiveAll() error {
 	if err := p.conn.SetReadDeadline(time.Time{}); err != nil {
 		return err
 	}
@@ -227,36 +231,42 @@ func (p *proxy) hear() error {
 		if err != nil {
 			return err
 		}
-		if err := p.heard(m); err != nil {
-			return err
+		switch m.Kind {
+		case kindState:
+			p.recordState(m)
+			p.hub.updateReady()
+		case kindDetached:
+			if err := p.recordDetached(m.ID); err != nil {
+				return err
+			}
+			p.wakeUp() // other listeners may be offered for the same netns
+		default:
+			return fmt.Errorf("a proxy may not send %q now", m.Kind)
 		}
 	}
 }
 
-func (p *proxy) heard(m message) error {
-	p.hub.mu.Lock()
-	defer p.hub.mu.Unlock()
-	switch m.Kind {
-	case kindState:
-		p.asked, p.hangs, p.connections = time.Time{}, false, m.Connections
-		p.hub.judge()
-	case kindDetached:
-		if held := p.holds[m.ID]; held == nil || held.leaving.IsZero() {
-			return fmt.Errorf("it has detached %q, which it was not told to", m.ID)
-		}
-		delete(p.holds, m.ID)
-		p.look() // there may be other listeners for the same netns
-	default:
-		return fmt.Errorf("%q is not for a proxy to say now", m.Kind)
+func (p *proxy) recordState(m message) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.pinged, p.hangs, p.connections = time.Time{}, false, m.Connections
+}
+
+func (p *proxy) recordDetached(id string) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if h := p.held[id]; h == nil || h.detached.IsZero() {
+		return fmt.Errorf("the proxy has detached %q, which it was not told to", id)
 	}
+	delete(p.held, id)
 	return nil
 }
 
-// tell says to the proxy what it is to hold and what not, whenever that changes, and asks it how it is.
-func (p *proxy) tell(ctx context.Context) error {
+// sendAll tells the proxy which listeners to take and to close whenever that changes, and pings it, until ctx ends.
+func (p *proxy) sendAll(ctx context.Context) error {
 	tick := time.NewTicker(pingInterval)
 	defer tick.Stop()
-	if err := p.ask(); err != nil {
+	if err := p.ping(); err != nil {
 		return err
 	}
 	for {
@@ -266,7 +276,7 @@ func (p *proxy) tell(ctx context.Context) error {
 		select {
 		case <-p.wake:
 		case <-tick.C:
-			if err := p.ask(); err != nil {
+			if err := p.ping(); err != nil {
 				return err
 			}
 		case <-ctx.Done():
@@ -275,102 +285,110 @@ func (p *proxy) tell(ctx context.Context) error {
 	}
 }
 
-// ask asks for the proxy's state, unless it still has to answer.
-func (p *proxy) ask() error {
-	p.hub.mu.Lock()
-	waiting := !p.asked.IsZero()
-	if !waiting {
-		p.asked = time.Now()
-	} else if hangs := time.Since(p.asked) > silence; hangs && !p.hangs {
-		p.hangs = true
-		p.hub.log.Warn("proxy does not answer", "proxy", p.name)
-		p.hub.judge()
+// ping asks for the proxy's state, unless it still has to answer an earlier ping.
+func (p *proxy) ping() error {
+	due, newlyHangs := p.duePing()
+	if newlyHangs {
+		p.hub.log.Warn("proxy does not answer", "proxy", p.status().Name)
+		p.hub.updateReady()
 	}
-	p.hub.mu.Unlock()
-	if waiting {
+	if !due {
 		return nil
 	}
-	return p.say(message{Kind: kindPing}, nil)
+	return p.send(message{Kind: kindPing}, nil)
 }
 
-func (p *proxy) say(m message, files []*os.File) error {
-	if err := p.conn.SetWriteDeadline(time.Now().Add(patience)); err != nil {
+func (p *proxy) duePing() (due, newlyHangs bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.pinged.IsZero() {
+		p.pinged = time.Now()
+		return true, false
+	}
+	newlyHangs = !p.hangs && time.Since(p.pinged) > pingTimeout
+	p.hangs = p.hangs || newlyHangs
+	return false, newlyHangs
+}
+
+func (p *proxy) send(m message, files []*os.File) error {
+	if err := p.conn.SetWriteDeadline(time.Now().Add(proxyTimeout)); err != nil {
 		return err
 	}
 	return send(p.conn, m, files)
 }
 
-// sync brings what the proxy holds in line with what is offered. The error is that it does not let go.
+// sync brings the listeners that the proxy holds in line with the offers. It fails if the proxy does not close
+// listeners that it was told to close.
 func (p *proxy) sync() error {
-	detach, attach, err := p.due()
+	detach, offers, err := p.due(p.hub.currentOffers())
 	if err != nil {
 		return err
 	}
 	for _, id := range detach {
-		if err := p.say(message{Kind: kindDetach, ID: id}, nil); err != nil {
+		if err := p.send(message{Kind: kindDetach, ID: id}, nil); err != nil {
 			return err
 		}
 	}
-	for _, o := range attach {
-		if err := p.say(p.describe(o), o.gate.Files()); err != nil && !errors.Is(err, os.ErrClosed) { // which is taken back soon
+	for _, o := range offers {
+		err := p.send(o.message(p.labels, p.hub.labels(o.pod)), o.gate.Files())
+		if err != nil && !errors.Is(err, os.ErrClosed) { // a closed gate's offer is about to be withdrawn
 			return err
 		}
 	}
 	return nil
 }
 
-// due is what there is to say, and notes it as said.
-func (p *proxy) due() (detach []string, attach []*offer, err error) {
-	p.hub.mu.Lock()
-	defer p.hub.mu.Unlock()
-	for id, held := range p.holds {
-		o := p.hub.offers[id]
+// due returns the messages to send, and records them as sent.
+func (p *proxy) due(offers map[string]*offer) (detach []string, attach []*offer, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for id, h := range p.held {
+		o := offers[id]
 		switch {
-		case !held.leaving.IsZero():
-			if time.Since(held.leaving) > patience {
-				return nil, nil, fmt.Errorf("it did not let go of netns %s within %s", id, patience)
+		case !h.detached.IsZero():
+			if time.Since(h.detached) > proxyTimeout {
+				return nil, nil, fmt.Errorf("the proxy did not close the listeners of netns %s within %s",
+					id, proxyTimeout)
 			}
-		case o != nil && slices.Equal(o.cookies, held.cookies):
-		case o == nil && time.Now().Before(held.kept):
+		case o != nil && slices.Equal(o.cookies, h.cookies):
+		case o == nil && time.Now().Before(h.keepUntil):
 		default:
-			held.leaving = time.Now()
+			h.detached = time.Now()
 			detach = append(detach, id)
 		}
 	}
-	for id, o := range p.hub.offers {
-		if p.holds[id] == nil {
-			p.holds[id] = &holding{cookies: o.cookies}
+	for id, o := range offers {
+		if p.held[id] == nil {
+			p.held[id] = &held{cookies: o.cookies}
 			attach = append(attach, o)
 		}
 	}
 	return detach, attach, nil
 }
 
-func (p *proxy) describe(o *offer) message {
-	m := message{Kind: kindAttach, ID: o.id, Pod: &pod{Namespace: o.pod.Namespace, Name: o.pod.Name, UID: o.pod.UID, IPs: []string{}}}
-	for _, ip := range o.ips {
-		m.Pod.IPs = append(m.Pod.IPs, ip.String())
-	}
-	for _, l := range o.gate.Listeners {
-		direction := "outbound"
-		if l.Inbound() {
-			direction = "inbound"
-		}
-		m.Listeners = append(m.Listeners, listener{Direction: direction})
-	}
-	if len(p.labels) > 0 {
-		m.Pod.Labels = map[string]string{}
-		all := p.hub.labels(o.pod)
-		for _, key := range p.labels {
-			if v, ok := all[key]; ok {
-				m.Pod.Labels[key] = v
-			}
-		}
-	}
-	return m
+func (p *proxy) ownAddresses() []netip.Addr {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.addresses
 }
 
-// status is for who holds hub.mu.
+func (p *proxy) hasGreeted() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.greeted
+}
+
+// answers reports whether the proxy has greeted and does not hang.
+func (p *proxy) answers() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.greeted && !p.hangs
+}
+
 func (p *proxy) status() attach.ProxyStatus {
-	return attach.ProxyStatus{Name: p.name, Since: p.since, Hangs: p.hangs, Pods: len(p.holds), Connections: p.connections}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return attach.ProxyStatus{
+		Name: p.name, Since: p.since, Hangs: p.hangs, Pods: len(p.held), Connections: p.connections,
+	}
 }

@@ -19,7 +19,13 @@ import (
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/direct"
+	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/late"
+	"github.com/sluice-cni/sluice/daemon/sockdiag"
+	"github.com/sluice-cni/sluice/daemon/socket"
+	"github.com/sluice-cni/sluice/daemon/splice"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -33,7 +39,9 @@ const web = "192.0.2.7:443"
 // served is a pod whose connections are relayed to an upstream that is not there yet.
 type served struct {
 	*testbed.Host
-	pod      *Pod
+	pod      *Server
+	accepted late.Accepted
+	joined   splice.Set
 	gate     *gate.Gate
 	up       *upstream.Upstream
 	upstream string // its address
@@ -57,7 +65,10 @@ func serve(t *testing.T) *served {
 	if s.gate, err = gate.Open(s.Path()); err != nil {
 		t.Fatal(err)
 	}
-	s.pod = New(s.up, log).For(attach.Pod{Namespace: "ci", Name: "web-0"}, []netip.Addr{netip.MustParseAddr("10.0.0.5")})
+	s.pod = New(s.up, log).For(endpoint.Served{
+		Pod: attach.Pod{Namespace: "ci", Name: "web-0"}, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5")},
+		Accepted: &s.accepted, Joined: &s.joined, Direct: direct.NewCarrier(&s.joined, log),
+	})
 	var ctx context.Context
 	ctx, s.cancel = context.WithCancel(t.Context())
 	go func() { _ = s.up.Run(ctx) }()
@@ -161,7 +172,7 @@ func TestServeAcceptsNothingWhileTheUpstreamIsLate(t *testing.T) {
 		send(t, apps[i], "early "+strconv.Itoa(i))
 	}
 	testbed.Eventually(t, "all wait in the accept queue", func() bool { return s.queued(t) == len(apps) })
-	if got := s.pod.Counts(); got != (gate.Counts{}) {
+	if got := s.pod.Counts(); got != (sockdiag.Counts{}) {
 		t.Errorf("late: got %+v, want nothing accepted", got)
 	}
 	asked := make(chan string, len(apps))
@@ -175,7 +186,7 @@ func TestServeAcceptsNothingWhileTheUpstreamIsLate(t *testing.T) {
 			t.Errorf("got request %q, want %q", got, want)
 		}
 	}
-	if got := s.pod.Counts(); got.Open != len(apps) || s.pod.Waiting() != 0 {
+	if got := s.pod.Counts(); got.Open != len(apps) || s.accepted.Len() != 0 {
 		t.Errorf("ready: got %+v, want %d open", got, len(apps))
 	}
 	for _, app := range apps {
@@ -214,7 +225,7 @@ func TestServeResetsWhatCannotBeReached(t *testing.T) {
 	s := serve(t)
 	s.proxy(t, func(*http.Request) int { return http.StatusGatewayTimeout })
 	s.checkReset(t, web)
-	testbed.Eventually(t, "nothing waits", func() bool { return s.pod.Waiting() == 0 && s.pod.Counts() == (gate.Counts{}) })
+	testbed.Eventually(t, "nothing waits", func() bool { return s.accepted.Len() == 0 && s.pod.Counts() == (sockdiag.Counts{}) })
 }
 
 func TestServeRefusesDestinationsOfTheNode(t *testing.T) {
@@ -243,9 +254,9 @@ func TestServeLetsGoOfAppsThatGaveUp(t *testing.T) {
 		return http.StatusServiceUnavailable
 	})
 	app := s.dial(t, web)
-	testbed.Eventually(t, "it is asked for again and again", func() bool { return asked.Load() > 2 && s.pod.Waiting() == 1 })
-	gate.Reset(app)
-	testbed.Eventually(t, "nothing waits", func() bool { return s.pod.Waiting() == 0 && s.pod.Counts() == (gate.Counts{}) })
+	testbed.Eventually(t, "it is asked for again and again", func() bool { return asked.Load() > 2 && s.accepted.Len() == 1 })
+	socket.Reset(app)
+	testbed.Eventually(t, "nothing waits", func() bool { return s.accepted.Len() == 0 && s.pod.Counts() == (sockdiag.Counts{}) })
 }
 
 func TestServeEnds(t *testing.T) {
@@ -283,4 +294,33 @@ func TestServeOutlivesItsGate(t *testing.T) {
 	checkEnd(t, "the app", app, io.EOF)
 	_ = app.Close()
 	<-s.done
+}
+
+func send(t *testing.T, c *net.TCPConn, s string) {
+	t.Helper()
+	if _, err := io.WriteString(c, s); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func shut(t *testing.T, c *net.TCPConn) {
+	t.Helper()
+	if err := c.CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func checkReads(t *testing.T, who string, c *net.TCPConn, want string) {
+	t.Helper()
+	got := make([]byte, len(want))
+	if _, err := io.ReadFull(c, got); err != nil || string(got) != want {
+		t.Errorf("%s reads: got %q, %v; want %q", who, got, err, want)
+	}
+}
+
+func checkEnd(t *testing.T, who string, c *net.TCPConn, want error) {
+	t.Helper()
+	if n, err := c.Read(make([]byte, 1)); n > 0 || !errors.Is(err, want) {
+		t.Errorf("%s reads: got %d bytes, %v; want %v", who, n, err, want)
+	}
 }

@@ -20,8 +20,8 @@ const (
 	maxReason = 4 << 10
 )
 
-// askConnect asks with HTTP CONNECT (RFC 9110, section 9.3.6). Nothing follows the request until the answer
-// is there: mitmproxy eats line breaks that come with it.
+// askConnect asks with HTTP CONNECT (RFC 9110, section 9.3.6). It sends nothing after the request until the answer has
+// come: mitmproxy loses line breaks that arrive together with the request.
 func askConnect(conn net.Conn, req Request) ([]byte, error) {
 	if _, err := io.WriteString(conn, connectRequest(req)); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrLate, err)
@@ -32,19 +32,19 @@ func askConnect(conn net.Conn, req Request) ([]byte, error) {
 	switch {
 	case err == nil:
 	case lost(err), ending.err != nil:
-		return nil, fmt.Errorf("%w: it ended before its answer: %w", ErrLate, err)
+		return nil, fmt.Errorf("%w: the connection ended before the answer: %w", ErrLate, err)
 	default:
-		return nil, fmt.Errorf("%w: no HTTP proxy answers there: %w", ErrMisconfigured, err)
+		return nil, fmt.Errorf("%w: the answer is not HTTP: %w", ErrMisconfigured, err)
 	}
 	if resp.StatusCode/100 == 2 {
-		first := make([]byte, answer.Buffered()) // what the server said at once
+		first := make([]byte, answer.Buffered()) // sent by the server before the client
 		_, err := io.ReadFull(answer, first)
 		return first, err
 	}
 	return nil, refusal(conn, resp)
 }
 
-// ending remembers how a connection ended: half an answer looks malformed to its parser.
+// ending remembers the read error of a connection: to the parser, an answer that is cut off looks malformed.
 type ending struct {
 	io.Reader
 	err error
@@ -83,7 +83,7 @@ func source(s netip.AddrPort) string {
 	return s.String()
 }
 
-// direction is said of what is not the rule.
+// direction names the direction of inbound connections; outbound is the default.
 func direction(req Request) string {
 	if req.Inbound {
 		return "inbound"
@@ -91,23 +91,23 @@ func direction(req Request) string {
 	return ""
 }
 
-// lost tells a connection that ended, or that stayed silent for too long, from one that said something odd.
+// lost reports that a connection ended or timed out, rather than that it carried something malformed.
 func lost(err error) bool {
 	var n net.Error
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &n)
 }
 
-// outOfDescriptors is how mitmproxy says that it could not open a socket: EMFILE or ENFILE.
+// outOfDescriptors matches mitmproxy's error page when it could not open a socket: EMFILE or ENFILE.
 var outOfDescriptors = regexp.MustCompile(`(?i)errno 2[34]\b|too many open files`)
 
 func refusal(conn net.Conn, resp *http.Response) error {
 	switch resp.StatusCode {
 	case http.StatusBadGateway:
-		// mitmproxy leaves the connection open behind the page.
+		// mitmproxy leaves the connection open after the page.
 		_ = conn.SetReadDeadline(time.Now().Add(time.Second))
-		page, _ := io.ReadAll(io.LimitReader(resp.Body, maxReason)) // as much as there is
+		page, _ := io.ReadAll(io.LimitReader(resp.Body, maxReason)) // a part suffices
 		if outOfDescriptors.Match(page) {
-			return fmt.Errorf("%w: it is out of file descriptors", ErrLate)
+			return fmt.Errorf("%w: the proxy is out of file descriptors", ErrLate)
 		}
 		return fmt.Errorf("%w: %s", ErrUnreachable, resp.Status)
 	case http.StatusForbidden, http.StatusGatewayTimeout:
@@ -115,8 +115,9 @@ func refusal(conn net.Conn, resp *http.Response) error {
 	case http.StatusServiceUnavailable, http.StatusTooManyRequests, http.StatusInternalServerError:
 		return fmt.Errorf("%w: %s", ErrLate, resp.Status)
 	case http.StatusProxyAuthRequired:
-		return fmt.Errorf("%w: it wants a user and a password (%s); sluice has none to give", ErrMisconfigured, resp.Status)
+		return fmt.Errorf("%w: the proxy requires a user and a password (%s), and sluice has none",
+			ErrMisconfigured, resp.Status)
 	default:
-		return fmt.Errorf("%w: it answers CONNECT with %s", ErrMisconfigured, resp.Status)
+		return fmt.Errorf("%w: the proxy answers CONNECT with %s", ErrMisconfigured, resp.Status)
 	}
 }

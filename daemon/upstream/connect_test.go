@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -135,11 +136,11 @@ func TestConnectAnswers(t *testing.T) {
 		{"405", "HTTP/1.1 405 Method Not Allowed\r\n\r\n", hangUp, ErrMisconfigured, "405"},
 		{"400", "HTTP/1.1 400 Bad Request\r\n\r\n", hangUp, ErrMisconfigured, "400"},
 		{"a redirect", "HTTP/1.1 301 Moved Permanently\r\nLocation: /\r\n\r\n", hangUp, ErrMisconfigured, "301"},
-		{"another protocol", "SSH-2.0-OpenSSH_9.2\r\n", hangUp, ErrMisconfigured, "no HTTP proxy"},
-		{"an alert of TLS", "\x15\x03\x01\x00\x02\x02\x0a\n\n", hangUp, ErrMisconfigured, "no HTTP proxy"},
-		{"closed before the answer", "", hangUp, ErrLate, "ended before its answer"},
-		{"closed within the answer", "HTTP/1.1 200 OK\r\nVia", hangUp, ErrLate, "ended before its answer"},
-		{"reset before the answer", "", resetConn, ErrLate, "ended before its answer"},
+		{"another protocol", "SSH-2.0-OpenSSH_9.2\r\n", hangUp, ErrMisconfigured, "not HTTP"},
+		{"an alert of TLS", "\x15\x03\x01\x00\x02\x02\x0a\n\n", hangUp, ErrMisconfigured, "not HTTP"},
+		{"closed before the answer", "", hangUp, ErrLate, "ended before the answer"},
+		{"closed within the answer", "HTTP/1.1 200 OK\r\nVia", hangUp, ErrLate, "ended before the answer"},
+		{"reset before the answer", "", resetConn, ErrLate, "ended before the answer"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -167,50 +168,67 @@ func checkAnswer(t *testing.T, conn *net.TCPConn, err, want error, says string) 
 	}
 }
 
-func TestConnectRefused(t *testing.T) {
+func TestDialRefused(t *testing.T) {
 	t.Parallel()
 	u := newUpstream(freeAddress(), config.Connect)
-	_, _, err := u.Connect(t.Context(), request, func() { t.Error("dialled was called") })
+	conn, err := u.Dial(t.Context())
+	if conn != nil {
+		t.Errorf("got %v, want no connection", conn)
+	}
 	checkAnswer(t, nil, err, ErrLate, "refused")
 }
 
-func TestConnectSaysWhenItIsDialled(t *testing.T) {
+// TestDialDoesNotWaitForTheAnswer: a handshake counts from the dial to the answer.
+func TestDialDoesNotWaitForTheAnswer(t *testing.T) {
 	t.Parallel()
-	dialled := make(chan struct{})
+	dialed := make(chan struct{})
 	p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
-		<-dialled // before the answer
+		<-dialed
 		answering("HTTP/1.1 200 OK\r\n\r\n", hangUp)(conn)
 	})
-	conn, _, err := newUpstream(p.Addr().String(), config.Connect).Connect(t.Context(), request, func() { close(dialled) })
+	u := newUpstream(p.Addr().String(), config.Connect)
+	conn, err := u.Dial(t.Context())
 	if err != nil {
+		t.Fatal(err)
+	}
+	close(dialed)
+	if _, err := u.Ask(t.Context(), conn, request); err != nil {
 		t.Fatal(err)
 	}
 	_ = conn.Close()
 }
 
-func TestConnectEndsWithItsContext(t *testing.T) {
+func TestAskEndsWithItsContext(t *testing.T) {
 	t.Parallel()
 	for _, protocol := range []config.Protocol{config.Connect, config.SOCKS5} {
 		p := startProxy(t, "127.0.0.1:0", stayOpen)
 		ctx, cancel := context.WithCancel(t.Context())
-		conn, _, err := newUpstream(p.Addr().String(), protocol).Connect(ctx, request, cancel)
-		if err == nil || conn != nil {
-			t.Errorf("%s: got %v, %v; want an error", protocol, conn, err)
+		u := newUpstream(p.Addr().String(), protocol)
+		conn, err := u.Dial(ctx)
+		if err != nil {
+			t.Fatal(err)
+		}
+		cancel()
+		if _, err := u.Ask(ctx, conn, request); err == nil {
+			t.Errorf("%s: got no error", protocol)
+		}
+		if err := conn.SetDeadline(time.Time{}); !errors.Is(err, net.ErrClosed) {
+			t.Errorf("%s: got %v; want the connection closed", protocol, err)
 		}
 	}
 }
 
-// TestConnectLeavesNoDeadline: the connection is to last.
-func TestConnectLeavesNoDeadline(t *testing.T) {
+// TestAskLeavesNoDeadline: the connection is to last.
+func TestAskLeavesNoDeadline(t *testing.T) {
 	t.Parallel()
 	p := startProxy(t, "127.0.0.1:0", answering("HTTP/1.1 200 OK\r\n\r\n", func(c *net.TCPConn) { _, _ = io.Copy(c, c) }))
 	ctx, cancel := context.WithCancel(t.Context())
-	conn, _, err := newUpstream(p.Addr().String(), config.Connect).Connect(ctx, request, func() {})
+	conn, _, err := dialAndAsk(ctx, newUpstream(p.Addr().String(), config.Connect), request)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer conn.Close() //nolint:errcheck // all was said
-	cancel()           // what has been asked for is there
+	cancel()           // after the answer
 	_, _ = io.WriteString(conn, "ping")
 	got := make([]byte, 4)
 	if _, err := io.ReadFull(conn, got); err != nil || string(got) != "ping" {

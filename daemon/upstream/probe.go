@@ -10,45 +10,45 @@ import (
 )
 
 const (
-	// probeTimeout is how long an upstream may take to answer a probe.
+	// probeTimeout bounds one probe.
 	probeTimeout = 5 * time.Second
-	// probeAgain is how soon one that did not is probed again, at the latest.
-	probeAgain = time.Second
+	// probeRetry is the longest time between a probe that failed and the next one.
+	probeRetry = time.Second
 )
 
-// keepProbing says whether the upstream is there by whether it serves, until ctx ends: a process that hangs still has a
-// kernel that takes its connections.
+// keepProbing decides by probes whether the upstream is there, until ctx ends. A dial alone does not tell: the kernel
+// accepts connections for a process that hangs.
 func (u *Upstream) keepProbing(ctx context.Context) {
-	for silent := 0; ctx.Err() == nil; {
+	for timeouts := 0; ctx.Err() == nil; {
 		next := u.every
 		err := u.probe(ctx)
 		if errors.Is(err, os.ErrDeadlineExceeded) {
-			silent++
+			timeouts++
 		} else {
-			silent = 0
+			timeouts = 0
 		}
 		switch {
 		case ctx.Err() != nil:
 		case err == nil:
-			u.came()
-		case ours(err):
-			u.log.Warn("cannot probe the upstream", "upstream", u.name, "err", err)
-		case silent == 1:
-			next = 0 // time has passed for the upstream alone, if it was not for sluiced, stopped with all of its node
+			u.markReady()
+		case isLocalExhaustion(err):
+			u.log.Warn("the upstream cannot be probed for want of local resources", "upstream", u.name, "err", err)
+		case timeouts == 1:
+			next = 0 // if the whole node was stopped, the timeout passed for sluiced too and says nothing
 		default:
-			u.went(err)
-			next = min(next, probeAgain)
+			u.markLate(err)
+			next = min(next, probeRetry)
 		}
 		select {
-		case <-u.dialled:
+		case <-u.dialed:
 		case <-time.After(next):
 		case <-ctx.Done():
 		}
 	}
 }
 
-// probe asks the upstream for a listener that is there for it alone, at the address from which the upstream is reached.
-// Whatever it answers, it serves.
+// probe asks the upstream for a connection to a listener that exists for the probe alone, at the address from which the
+// upstream is reached. An upstream that answers at all serves.
 func (u *Upstream) probe(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
@@ -63,12 +63,12 @@ func (u *Upstream) probe(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("listening for a probe of the upstream: %w", err)
 	}
-	defer l.Close() //nolint:errcheck // nobody is accepted
+	defer l.Close() //nolint:errcheck // it accepts nothing
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	_, err = u.ask(conn, Request{Destination: l.Addr().(*net.TCPAddr).AddrPort()})
+	_, err = u.speak(conn, Request{Destination: l.Addr().(*net.TCPAddr).AddrPort()})
 	if err == nil || errors.Is(err, ErrUnreachable) || errors.Is(err, ErrMisconfigured) {
 		return nil
 	}
-	return fmt.Errorf("it takes connections, and fails a probe: %w", err)
+	return fmt.Errorf("the upstream accepts connections but fails a probe: %w", err)
 }

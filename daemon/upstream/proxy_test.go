@@ -120,10 +120,23 @@ func newUpstream(address string, protocol config.Protocol) *Upstream {
 	return New(config.Upstream{Address: address, Protocol: protocol}, nil, slog.New(slog.DiscardHandler))
 }
 
+// dialAndAsk makes one request, as the relay does.
+func dialAndAsk(ctx context.Context, u *Upstream, req Request) (*net.TCPConn, []byte, error) {
+	conn, err := u.Dial(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	first, err := u.Ask(ctx, conn, req)
+	if err != nil {
+		return nil, nil, err
+	}
+	return conn.TCPConn, first, nil
+}
+
 // ask asks the proxy at address once, without Run.
 func ask(t *testing.T, address string, protocol config.Protocol, req Request) (*net.TCPConn, []byte, error) {
 	t.Helper()
-	conn, first, err := newUpstream(address, protocol).Connect(t.Context(), req, func() {})
+	conn, first, err := dialAndAsk(t.Context(), newUpstream(address, protocol), req)
 	if conn != nil {
 		t.Cleanup(func() { _ = conn.Close() })
 	}

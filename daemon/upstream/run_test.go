@@ -55,7 +55,7 @@ func TestWaitersGoOnTogether(t *testing.T) {
 				if i%2 == 0 {
 					done <- u.Wait(t.Context())
 				} else {
-					done <- u.Pause(t.Context(), time.Hour) // no longer than it takes to come back
+					done <- u.WaitToRetry(t.Context(), time.Hour) // no longer than until the upstream is back
 				}
 			}()
 		}
@@ -63,7 +63,7 @@ func TestWaitersGoOnTogether(t *testing.T) {
 		if got := len(done); got != 0 {
 			t.Fatalf("%d of %d did not wait", got, waiters)
 		}
-		u.came()
+		u.markReady()
 		synctest.Wait()
 		if got := len(done); got != waiters {
 			t.Errorf("%d of %d went on", got, waiters)
@@ -84,8 +84,8 @@ func TestWaitEndsWithItsContext(t *testing.T) {
 	if err := u.Wait(ctx); !errors.Is(err, context.Canceled) {
 		t.Errorf("Wait: got %v, want context.Canceled", err)
 	}
-	if err := u.Pause(ctx, time.Hour); !errors.Is(err, context.Canceled) {
-		t.Errorf("Pause: got %v, want context.Canceled", err)
+	if err := u.WaitToRetry(ctx, time.Hour); !errors.Is(err, context.Canceled) {
+		t.Errorf("WaitToRetry: got %v, want context.Canceled", err)
 	}
 }
 
@@ -144,7 +144,7 @@ func TestEachRequestHasAConnectionOfItsOwn(t *testing.T) {
 
 // echo asks for a connection and uses it, with pauses in which a forgotten deadline would strike.
 func echo(ctx context.Context, u *Upstream) error {
-	conn, first, err := u.Connect(ctx, request, func() {})
+	conn, first, err := dialAndAsk(ctx, u, request)
 	if err != nil {
 		return err
 	}

@@ -10,7 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/conntrack"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 )
 
@@ -137,7 +137,7 @@ func (t *taker) accept(l net.Listener) {
 			defer t.open.Add(-1)
 			client := c.(*net.TCPConn)
 			defer client.Close() //nolint:errcheck // whatever there was to say has been said
-			to, err := gate.OriginalDestination(client)
+			to, err := conntrack.OriginalDestination(client)
 			if err != nil {
 				log.Printf("original destination: %v", err)
 				return

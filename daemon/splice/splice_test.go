@@ -1,4 +1,4 @@
-package relay
+package splice
 
 import (
 	"bytes"
@@ -14,39 +14,40 @@ import (
 	"testing"
 	"time"
 
-	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/sockdiag"
+	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// ends are the two far ends of a running junction.
+// ends are the two far ends of a pair that is joined.
 type ends struct {
 	app, up *net.TCPConn
-	done    chan struct{} // closed when run returns
-	ended   atomic.Int32  // how often ending was called
+	set     Set
+	done    chan struct{} // closed when Join returns
 	cancel  context.CancelFunc
 }
 
-// joined runs a junction until the test ends.
-func joined(t *testing.T, first string, appState func() gate.AppState) *ends {
+// joined joins a pair until the test ends. Without appState the peer's protocol can carry a half-close.
+func joined(t *testing.T, first string, appState func() sockdiag.AppState) *ends {
 	t.Helper()
 	e := &ends{done: make(chan struct{})}
-	j := junction{appState: appState, halfClose: appState == nil, ending: func(uint64) { e.ended.Add(1) }}
+	p := Pair{First: []byte(first), AppState: appState, HalfClose: appState == nil}
 	if appState == nil {
-		j.appState = func() gate.AppState { return gate.AppUnknown }
+		p.AppState = func() sockdiag.AppState { return sockdiag.AppUnknown }
 	}
-	e.app, j.app = pair(t)
-	e.up, j.up = pair(t)
+	e.app, p.App = pair(t)
+	e.up, p.Peer = pair(t)
 	var ctx context.Context
 	ctx, e.cancel = context.WithCancel(t.Context())
 	go func() {
 		defer close(e.done)
-		j.run(ctx, []byte(first))
+		e.set.Join(ctx, p)
 	}()
 	t.Cleanup(func() {
 		e.cancel()
 		<-e.done
-		if got := e.ended.Load(); got != 1 {
-			t.Errorf("ending was called %d times, want once", got)
+		if got := e.set.Counts().Open; got != 0 {
+			t.Errorf("got %d pairs still counted as open, want none", got)
 		}
 	})
 	return e
@@ -106,6 +107,8 @@ func checkEnd(t *testing.T, who string, c *net.TCPConn, want error) {
 		t.Errorf("%s reads: got %d bytes, %v; want %v", who, n, err, want)
 	}
 }
+
+func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
 func TestJoinCarriesBothWays(t *testing.T) {
 	t.Parallel()
@@ -179,8 +182,8 @@ func TestJoinCarriesMuchBothWaysAtOnce(t *testing.T) {
 
 func TestJoinPassesResetsOn(t *testing.T) {
 	t.Parallel()
-	for name, appState := range map[string]func() gate.AppState{
-		"with half-close": nil, "without": func() gate.AppState { return gate.AppUnknown },
+	for name, appState := range map[string]func() sockdiag.AppState{
+		"with half-close": nil, "without": func() sockdiag.AppState { return sockdiag.AppUnknown },
 	} {
 		for from, upResets := range map[string]bool{"the app": false, "the upstream": true} {
 			t.Run(name+"/"+from, func(t *testing.T) {
@@ -192,7 +195,7 @@ func TestJoinPassesResetsOn(t *testing.T) {
 				}
 				send(t, other, "x") // both are at work
 				checkReads(t, from, one, "x")
-				gate.Reset(one)
+				socket.Reset(one)
 				checkEnd(t, "the other", other, syscall.ECONNRESET)
 				<-e.done
 			})
@@ -213,9 +216,9 @@ func TestJoinResetsBothWhenItsContextEnds(t *testing.T) {
 func TestJoinHoldsTheAppsFINBack(t *testing.T) {
 	t.Parallel()
 	var looks atomic.Int32
-	e := joined(t, "", func() gate.AppState {
+	e := joined(t, "", func() sockdiag.AppState {
 		looks.Add(1)
-		return gate.AppOpen
+		return sockdiag.AppOpen
 	})
 	send(t, e.app, "question")
 	shut(t, e.app)
@@ -235,7 +238,7 @@ func TestJoinHoldsTheAppsFINBack(t *testing.T) {
 // TestJoinPassesTheEndOfAnAppThatClosedOn at once: nobody waits for an answer.
 func TestJoinPassesTheEndOfAnAppThatClosedOn(t *testing.T) {
 	t.Parallel()
-	e := joined(t, "", func() gate.AppState { return gate.AppClosed })
+	e := joined(t, "", func() sockdiag.AppState { return sockdiag.AppClosed })
 	send(t, e.app, "bye")
 	_ = e.app.Close()
 	checkReads(t, "the upstream", e.up, "bye")
@@ -246,9 +249,27 @@ func TestJoinPassesTheEndOfAnAppThatClosedOn(t *testing.T) {
 func TestJoinNoticesThatTheAppClosesLater(t *testing.T) {
 	t.Parallel()
 	var state atomic.Int32
-	state.Store(int32(gate.AppOpen))
-	e := joined(t, "", func() gate.AppState { return gate.AppState(state.Load()) })
+	state.Store(int32(sockdiag.AppOpen))
+	e := joined(t, "", func() sockdiag.AppState { return sockdiag.AppState(state.Load()) })
 	shut(t, e.app)
-	state.Store(int32(gate.AppClosed))
+	state.Store(int32(sockdiag.AppClosed))
 	checkEnd(t, "the upstream", e.up, io.EOF)
+}
+
+func TestCounts(t *testing.T) {
+	t.Parallel()
+	e := joined(t, "", nil)
+	send(t, e.app, "four")
+	checkReads(t, "the upstream", e.up, "four")
+	send(t, e.up, "three")
+	checkReads(t, "the app", e.app, "three")
+	want := sockdiag.Counts{Open: 1, Bytes: 9}
+	testbed.Eventually(t, "all bytes are acknowledged and counted", func() bool { return e.set.Counts() == want })
+	shut(t, e.app)
+	shut(t, e.up)
+	<-e.done
+	want.Open = 0
+	if got := e.set.Counts(); got != want {
+		t.Errorf("after its end: got %+v, want %+v", got, want)
+	}
 }

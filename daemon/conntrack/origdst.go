@@ -1,4 +1,4 @@
-package gate
+package conntrack
 
 import (
 	"encoding/binary"
@@ -11,13 +11,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrNotRedirected is returned for a connection that was made to the listener itself.
+// ErrNotRedirected is the error of a connection that was made to the capture port itself.
 var ErrNotRedirected = errors.New("connected to the capture port directly")
 
 // soOriginalDst is SO_ORIGINAL_DST and IP6T_SO_ORIGINAL_DST (linux/netfilter_ipv4.h and its IPv6 sibling).
 const soOriginalDst = 80
 
-// OriginalDestination is where the app meant to connect, as conntrack remembers it.
+// OriginalDestination reads the address to which the app connected before nat redirected the connection.
 func OriginalDestination(c *net.TCPConn) (netip.AddrPort, error) {
 	local := c.LocalAddr().(*net.TCPAddr).AddrPort()
 	raw, err := c.SyscallConn()
@@ -41,7 +41,7 @@ func OriginalDestination(c *net.TCPConn) (netip.AddrPort, error) {
 	return dst, nil
 }
 
-// The x/sys wrappers used here are those whose result has the size that the kernel fills in.
+// x/sys has no call for SO_ORIGINAL_DST. These two read structures of the size that the kernel fills in.
 
 func originalIPv4(fd int) (netip.AddrPort, error) {
 	in, err := unix.GetsockoptIPv6Mreq(fd, unix.SOL_IP, soOriginalDst) // 20 bytes for a sockaddr_in of 16

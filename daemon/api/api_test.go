@@ -1,4 +1,4 @@
-package agent
+package api
 
 import (
 	"context"
@@ -6,34 +6,111 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"runtime"
 	"strings"
+	"sync"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/daemon/agent"
+	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/endpoint"
+	"github.com/sluice-cni/sluice/daemon/optin"
+	"github.com/sluice-cni/sluice/daemon/relay"
+	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// socketPath is in a directory that Listen has to make.
+func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
+
+// testAPI is an API with an agent for which decide makes every decision, and whose upstream never comes.
+type testAPI struct {
+	*API
+	store attach.Store
+}
+
+type decide func(at attach.Attachment, interfaces []string) (attach.Decision, error)
+
+// Decision implements agent.Orchestrator.
+func (d decide) Decision(_ context.Context, at attach.Attachment, interfaces []string, _ bool) (
+	attach.Decision, error,
+) {
+	return d(at, interfaces)
+}
+
+// Running implements agent.Orchestrator.
+func (decide) Running() []optin.Running { return nil }
+
+// Changed implements agent.Orchestrator.
+func (decide) Changed() <-chan struct{} { return nil }
+
+// Report implements agent.Orchestrator.
+func (decide) Report(attach.Pod, bool, string, string) {}
+
+func newAPI(t *testing.T, d decide) *testAPI {
+	t.Helper()
+	return newAPIWith(t, d, attach.NewStore(t.TempDir()))
+}
+
+func newAPIWith(t *testing.T, d decide, store attach.Store) *testAPI {
+	t.Helper()
+	log := slog.New(slog.DiscardHandler)
+	up := upstream.New(config.Upstream{Address: "127.0.0.1:1", Protocol: config.Connect}, nil, log)
+	r := relay.New(up, log)
+	table := endpoint.NewTable(func(s endpoint.Served) endpoint.Acceptor { return r.For(s) }, log)
+	a := agent.New(agent.Config{Orchestrator: d, Store: store, Upstream: up, Table: table, Log: log})
+	t.Cleanup(func() {
+		ctx, cancel := context.WithCancel(context.Background())
+		cancel()
+		if err := a.Run(ctx); err != nil { // closes every gate
+			t.Errorf("Run: %v", err)
+		}
+	})
+	return &testAPI{&API{Agent: a, Table: table, Upstream: up, Log: log}, store}
+}
+
+func capture(_ attach.Attachment, interfaces []string) (attach.Decision, error) {
+	r := ruleset.Provisional("eth0")
+	r.Interfaces = interfaces
+	return attach.Decision{Capture: true, Ruleset: &r, Reason: "the test says so"}, nil
+}
+
+func pass(attach.Attachment, []string) (attach.Decision, error) {
+	return attach.Decision{Reason: "the test says so"}, nil
+}
+
+func attachment(h *testbed.Host) attach.Attachment {
+	return attach.Attachment{
+		ID: attach.ID{ContainerID: h.Name, IfName: "eth0"}, Network: "pods", Netns: h.Path(),
+		Pod: attach.Pod{Namespace: "ci", Name: "web-0"}, IPs: []netip.Addr{netip.MustParseAddr("198.51.100.2")},
+	}
+}
+
+// socketPath is in a directory that Start has to make.
 func socketPath(t *testing.T) string {
 	t.Helper()
 	return filepath.Join(t.TempDir(), "run", "agent.sock")
 }
 
-// serveAt serves a on a socket until the test ends.
-func serveAt(t *testing.T, a *testAgent, path string) {
+// serveAt starts the agent and serves a at path until the test ends.
+func serveAt(t *testing.T, a *testAPI, path string) {
 	t.Helper()
-	l, err := a.Listen(path)
+	l, err := a.Agent.Start(t.Context(), path)
 	if err != nil {
-		t.Fatalf("Listen: %v", err)
+		t.Fatalf("Start: %v", err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
@@ -46,7 +123,7 @@ func serveAt(t *testing.T, a *testAgent, path string) {
 	})
 }
 
-func serveAgent(t *testing.T, a *testAgent) *attach.Client {
+func serve(t *testing.T, a *testAPI) *attach.Client {
 	t.Helper()
 	path := socketPath(t)
 	serveAt(t, a, path)
@@ -55,7 +132,7 @@ func serveAgent(t *testing.T, a *testAgent) *attach.Client {
 
 func TestServerRefuses(t *testing.T) {
 	t.Parallel()
-	a := newAgent(t, capture)
+	a := newAPI(t, capture)
 	path := socketPath(t)
 	serveAt(t, a, path)
 	c := http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
@@ -95,7 +172,7 @@ func TestServerRefuses(t *testing.T) {
 			t.Errorf("%s: got %s, %+v, %v; want 422, final, with %q", tc.name, resp.Status, got, err, tc.want)
 		}
 	}
-	if got := a.Status().Attachments; len(got) > 0 {
+	if got := a.Table.Status(); len(got) > 0 {
 		t.Errorf("got %+v, want nothing attached", got)
 	}
 }
@@ -104,8 +181,8 @@ func TestServerRefuses(t *testing.T) {
 func TestServerAndClient(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
-	c := serveAgent(t, newAgent(t, capture))
-	at := attachment(h, "eth0")
+	c := serve(t, newAPI(t, capture))
+	at := attachment(h)
 	d, err := c.Attach(t.Context(), at)
 	if err != nil || !d.Capture || d.Ruleset.Validate() != nil || d.Reason == "" {
 		t.Errorf("Attach: got %+v, %v", d, err)
@@ -130,25 +207,17 @@ func TestServerAndClient(t *testing.T) {
 	}
 }
 
-func TestListen(t *testing.T) {
+// TestStart: the socket of an earlier daemon is replaced while that daemon serves it.
+func TestStart(t *testing.T) {
 	t.Parallel()
 	path := socketPath(t)
-	for _, before := range []string{"nobody", "a daemon that is about to leave it"} {
-		l, err := newAgent(t, pass).Listen(path)
-		if err != nil {
-			t.Fatalf("after %s: %v", before, err)
-		}
-		t.Cleanup(func() { _ = l.Close() })
+	for _, before := range []string{"no daemon", "another daemon"} {
+		serveAt(t, newAPI(t, pass), path)
 		info, err := os.Stat(path)
 		if err != nil || info.Mode().Perm() != 0o600 {
 			t.Errorf("after %s: got mode %v, %v; want 0600", before, info.Mode(), err)
 		}
-		c, err := net.Dial("unix", path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = c.Close() })
-		if _, err := l.Accept(); err != nil {
+		if _, err := attach.NewClient(path).Status(t.Context()); err != nil {
 			t.Errorf("after %s: %v", before, err)
 		}
 	}
@@ -158,7 +227,7 @@ func TestListen(t *testing.T) {
 func TestOtherUsersAreTurnedAway(t *testing.T) {
 	t.Parallel()
 	path := socketPath(t)
-	serveAt(t, newAgent(t, capture), path)
+	serveAt(t, newAPI(t, capture), path)
 	if err := os.Chmod(path, 0o666); err != nil {
 		t.Fatal(err)
 	}
@@ -216,13 +285,13 @@ func askAs(path string, uid int) (string, error) {
 func TestMetrics(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
-	a := newAgent(t, capture)
-	a.upstream = proxied{}
-	if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
+	a := newAPI(t, capture)
+	a.Upstream = proxied{}
+	if _, err := a.Agent.Attach(t.Context(), attachment(h)); err != nil {
 		t.Fatal(err)
 	}
 	r := prometheus.NewPedanticRegistry()
-	if err := r.Register(Metrics{Agent: a.Agent}); err != nil {
+	if err := r.Register(Metrics{API: a.API}); err != nil {
 		t.Fatal(err)
 	}
 	families, err := r.Gather()
@@ -256,4 +325,85 @@ func (proxied) Status() attach.UpstreamStatus {
 	return attach.UpstreamStatus{Ready: true, Proxies: []attach.ProxyStatus{
 		{Name: "one", Pods: 2}, {Name: "one", Pods: 3}, {Name: "other", Pods: 1, Hangs: true},
 	}}
+}
+
+func TestConcurrentAttachAndDetach(t *testing.T) {
+	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
+	h := testbed.NewHost(t, "pod")
+	a := newAPI(t, capture)
+	c := serve(t, a)
+	at := attachment(h)
+	var wg sync.WaitGroup
+	for range 6 {
+		wg.Go(func() {
+			for range 15 {
+				if d, err := c.Attach(t.Context(), at); err != nil || !d.Capture {
+					t.Errorf("Attach: got %+v, %v", d, err)
+				}
+				if _, err := c.Status(t.Context()); err != nil {
+					t.Errorf("Status: %v", err)
+				}
+				if err := c.Detach(t.Context(), at.ID); err != nil {
+					t.Errorf("Detach: %v", err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if got, err := c.List(t.Context()); err != nil || len(got) > 0 {
+		t.Errorf("List: got %+v, %v; want nothing", got, err)
+	}
+	if c, err := h.Dial(t.Context(), "tcp", "127.0.0.1:15001"); !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Errorf("all detached: got %v, %v; want the capture port closed", c, err)
+	}
+}
+
+// TestBusyIsNotHung: a daemon that answers, and then takes its time, is waited for.
+func TestBusyIsNotHung(t *testing.T) {
+	t.Parallel()
+	one, two := testbed.NewHost(t, "one"), testbed.NewHost(t, "two")
+	deciding, decided := make(chan struct{}), make(chan struct{})
+	old := newAPI(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+		if at.Netns == two.Path() {
+			close(deciding)
+			<-decided
+		}
+		return capture(at, interfaces)
+	})
+	path := socketPath(t)
+	serveAt(t, old, path)
+	id, err := attach.IdentifyNetns(one.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	in := ruleset.Installed{
+		Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision,
+	}
+	err = old.store.Write(attach.Record{Attachment: attachment(one), NetnsID: id, State: attach.Captured, Installed: &in})
+	if err != nil {
+		t.Fatal(err)
+	}
+	old.Agent.Reconcile(t.Context())
+	waits, err := one.Dial(t.Context(), "tcp", "127.0.0.1:15001")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = waits.Close() })
+	go func() { _, _ = old.Agent.Attach(t.Context(), attachment(two)) }() // removed with its netns
+	<-deciding
+	const answerTimeout = 2 * time.Second // handover.answerTimeout
+	time.AfterFunc(answerTimeout+100*time.Millisecond, func() { close(decided) })
+
+	next := newAPIWith(t, capture, old.store)
+	if _, err := next.Agent.Start(t.Context(), path); err != nil {
+		t.Fatal(err)
+	}
+	testbed.Eventually(t, "the connection goes on waiting, at the next daemon", func() bool {
+		for _, s := range next.Table.Status() {
+			if s.Attachment == attachment(one).ID.String() {
+				return s.Waiting == 1
+			}
+		}
+		return false
+	})
 }

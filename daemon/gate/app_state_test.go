@@ -6,6 +6,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/sluice-cni/sluice/daemon/sockdiag"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
@@ -18,25 +19,25 @@ func TestAppState(t *testing.T) {
 			app := dial(t, h, address)
 			conn := accept(t, g)
 			src, dst := netip.MustParseAddrPort(conn.RemoteAddr().String()), netip.MustParseAddrPort(address)
-			check := func(what string, want AppState) {
+			check := func(what string, want sockdiag.AppState) {
 				t.Helper()
 				if got := g.AppState(src, dst); got != want {
 					t.Errorf("%s: got state %d, want %d", what, got, want)
 				}
 			}
-			check("open", AppOpen)
+			check("open", sockdiag.AppOpen)
 			if err := app.CloseWrite(); err != nil {
 				t.Fatal(err)
 			}
 			if b, err := io.ReadAll(conn); len(b) > 0 || err != nil { // its FIN is here
 				t.Fatalf("got %q, %v", b, err)
 			}
-			check("half shut", AppOpen)
+			check("half shut", sockdiag.AppOpen)
 			if err := app.Close(); err != nil {
 				t.Fatal(err)
 			}
 			// Not at once: programs that other tests fork hold the socket for a moment too.
-			testbed.Eventually(t, "it is closed", func() bool { return g.AppState(src, dst) == AppClosed })
+			testbed.Eventually(t, "it is closed", func() bool { return g.AppState(src, dst) == sockdiag.AppClosed })
 		})
 	}
 }
@@ -54,7 +55,7 @@ func TestAppStateAfterCloseAlone(t *testing.T) {
 		t.Fatalf("got %q, %v", b, err)
 	}
 	src := netip.MustParseAddrPort(conn.RemoteAddr().String())
-	testbed.Eventually(t, "it is closed", func() bool { return g.AppState(src, netip.MustParseAddrPort(webIPv4)) == AppClosed })
+	testbed.Eventually(t, "it is closed", func() bool { return g.AppState(src, netip.MustParseAddrPort(webIPv4)) == sockdiag.AppClosed })
 }
 
 func TestAppStateOfNobody(t *testing.T) {
@@ -67,16 +68,16 @@ func TestAppStateOfNobody(t *testing.T) {
 		"another address": netip.AddrPortFrom(netip.MustParseAddr("10.0.0.6"), src.Port()),
 		"another port":    netip.AddrPortFrom(src.Addr(), src.Port()^1),
 	} {
-		if got := g.AppState(from, netip.MustParseAddrPort(webIPv4)); got != AppUnknown {
-			t.Errorf("%s: got state %d, want %d", what, got, AppUnknown)
+		if got := g.AppState(from, netip.MustParseAddrPort(webIPv4)); got != sockdiag.AppUnknown {
+			t.Errorf("%s: got state %d, want %d", what, got, sockdiag.AppUnknown)
 		}
 	}
-	if got := g.AppState(src, netip.MustParseAddrPort("192.0.2.8:443")); got != AppUnknown {
-		t.Errorf("another destination: got state %d, want %d", got, AppUnknown)
+	if got := g.AppState(src, netip.MustParseAddrPort("192.0.2.8:443")); got != sockdiag.AppUnknown {
+		t.Errorf("another destination: got state %d, want %d", got, sockdiag.AppUnknown)
 	}
 	_ = g.Close()
-	if got := g.AppState(src, netip.MustParseAddrPort(webIPv4)); got != AppUnknown {
-		t.Errorf("after Close: got state %d, want %d", got, AppUnknown)
+	if got := g.AppState(src, netip.MustParseAddrPort(webIPv4)); got != sockdiag.AppUnknown {
+		t.Errorf("after Close: got state %d, want %d", got, sockdiag.AppUnknown)
 	}
 }
 
@@ -88,9 +89,9 @@ func TestAppStateOfMany(t *testing.T) {
 	for i := range 8 {
 		app := dial(t, h, webIPv4)
 		src := netip.MustParseAddrPort(app.LocalAddr().String())
-		want := AppOpen
+		want := sockdiag.AppOpen
 		if i%2 == 0 {
-			want = AppClosed
+			want = sockdiag.AppClosed
 			_ = app.Close()
 			testbed.Eventually(t, "the app is seen closed", func() bool { return g.AppState(src, netip.MustParseAddrPort(webIPv4)) == want })
 		}

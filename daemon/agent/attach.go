@@ -1,0 +1,104 @@
+package agent
+
+import (
+	"context"
+	"errors"
+
+	"github.com/sluice-cni/sluice/daemon/endpoint"
+	"github.com/sluice-cni/sluice/daemon/optin"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// Attach decides about an attachment. If the decision is to capture, its gate is open when Attach returns: listen
+// before redirect. The error is an [attach.RefusedError], or handover.ErrOver if another daemon has to be asked.
+func (a *Agent) Attach(ctx context.Context, at attach.Attachment) (d attach.Decision, err error) {
+	if err := at.Validate(); err != nil {
+		return d, &attach.RefusedError{Message: err.Error(), Final: true}
+	}
+	a.yieldIfReplaced()
+	err = a.tenure.Do(func() error {
+		d, err = a.attach(ctx, at)
+		return err
+	})
+	return d, err
+}
+
+func (a *Agent) attach(ctx context.Context, at attach.Attachment) (attach.Decision, error) {
+	id, err := attach.IdentifyNetns(at.Netns)
+	if err != nil {
+		return attach.Decision{}, &attach.RefusedError{
+			Message: err.Error(), Final: errors.Is(err, attach.ErrNetnsGone),
+		}
+	}
+	e := a.table.EnterFor(at.ID, id)
+	defer e.Leave()
+	d, err := a.decision(ctx, e, at, true)
+	if errors.Is(err, optin.ErrUnknown) {
+		return a.attachProvisionally(e, at, err), nil
+	}
+	if err != nil {
+		a.events.report(at.Pod, true, reasonRefused, err.Error())
+		a.log.Warn("attachment refused", "attachment", at.String(), "err", err)
+		return attach.Decision{}, &attach.RefusedError{Message: err.Error(), Final: true}
+	}
+	if err := e.Attach(attach.Record{Attachment: at, NetnsID: id, State: stateOf(d)}, d); err != nil {
+		a.log.Error("attachment refused: its gate cannot be opened", "attachment", at.String(), "err", err)
+		return attach.Decision{}, &attach.RefusedError{Message: err.Error()}
+	}
+	a.log.Info("attachment decided", "attachment", at.String(), "state", string(stateOf(d)), "reason", d.Reason)
+	a.events.changed(at.Pod, "", d)
+	return d, nil
+}
+
+// decision asks the orchestrator about an attachment in e. live allows it to take the time to ask the API server.
+func (a *Agent) decision(ctx context.Context, e *endpoint.Endpoint, at attach.Attachment, live bool) (
+	attach.Decision, error,
+) {
+	var interfaces []string
+	interfaces, at.IPs = e.Neighbours(at)
+	return a.orchestrator.Decision(ctx, at, interfaces, live)
+}
+
+// attachProvisionally captures a pod whose labels are not known yet. It opens no gate, because the waiting connections
+// may have to go straight out.
+func (a *Agent) attachProvisionally(e *endpoint.Endpoint, at attach.Attachment, err error) attach.Decision {
+	a.log.Warn("attachment is provisional: its connections wait until the pod's labels are known",
+		"attachment", at.String(), "err", err)
+	e.Add(attach.Record{Attachment: at, NetnsID: e.ID, State: attach.Provisional})
+	a.rescan()
+	r := ruleset.Provisional(at.IfName)
+	r.Interfaces, _ = e.Neighbours(at)
+	return attach.Decision{Capture: true, Provisional: true, Ruleset: &r, Reason: err.Error()}
+}
+
+// stateOf is the state of an attachment with that decision.
+func stateOf(d attach.Decision) attach.State {
+	switch {
+	case d.Provisional:
+		return attach.Provisional
+	case d.Capture:
+		return attach.Captured
+	}
+	return attach.Passed
+}
+
+// Detach forgets an attachment and removes its record. An unknown attachment is no error.
+func (a *Agent) Detach(id attach.ID) error {
+	a.yieldIfReplaced()
+	return a.tenure.Do(func() error {
+		if r, ok := a.forget(id); ok {
+			a.log.Info("attachment removed", "attachment", r.String())
+		}
+		return a.store.Remove(id)
+	})
+}
+
+// forget removes an attachment from memory.
+func (a *Agent) forget(id attach.ID) (attach.Record, bool) {
+	r, ok := a.table.Remove(id)
+	if ok {
+		a.events.forget(r.Pod)
+	}
+	return r, ok
+}

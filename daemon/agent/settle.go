@@ -1,0 +1,149 @@
+package agent
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"github.com/sluice-cni/sluice/daemon/conntrack"
+	"github.com/sluice-cni/sluice/daemon/endpoint"
+	"github.com/sluice-cni/sluice/daemon/optin"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// settle brings an attachment in line with the orchestrator's decision of now, as far as that is known. The caller has
+// entered e.
+func (a *Agent) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Record) error {
+	if r.State != attach.Passed && r.Installed == nil {
+		return errors.New("its record has no ruleset")
+	}
+	d, err := a.decision(ctx, e, r.Attachment, false)
+	switch {
+	case errors.Is(err, optin.ErrUnknown) && r.State != attach.Provisional:
+		return nil
+	case err != nil:
+		if !errors.Is(err, optin.ErrUnknown) {
+			a.events.report(r.Pod, true, reasonRefused, fmt.Sprintf("the pod stays %s: %s", r.State, err))
+		}
+		return fmt.Errorf("it stays %s: %w", r.State, err)
+	}
+	e.SetPolicy(d.Late)
+	if isSettled(r, d) {
+		return nil
+	}
+	previous := r.State
+	switch {
+	case d.Capture:
+		err = a.capture(ctx, e, &r, *d.Ruleset)
+	case previous == attach.Captured:
+		err = stopCapturing(ctx, &r)
+	default:
+		err = release(ctx, &r)
+	}
+	if err != nil {
+		return err
+	}
+	r.State = stateOf(d)
+	a.log.Info("attachment settled", "attachment", r.String(), "previousState", string(previous),
+		"state", string(r.State), "reason", d.Reason)
+	if a.wasDeleted(r) {
+		return nil
+	}
+	e.Add(r)
+	a.events.changed(r.Pod, previous, d)
+	if err := a.store.Write(r); err != nil || r.Installed == nil {
+		return err
+	}
+	return a.store.Share(r.ID, r.NetnsID, r.Installed)
+}
+
+// isSettled reports whether r already is as d wants it, with rules of this version.
+func isSettled(r attach.Record, d attach.Decision) bool {
+	return stateOf(d) == r.State && (!d.Capture ||
+		equal(*d.Ruleset, r.Installed.Ruleset) && r.Installed.Revision == ruleset.Revision)
+}
+
+// equal compares in JSON, where an empty list and a missing one are the same.
+func equal(x, y ruleset.Ruleset) bool {
+	a, aerr := json.Marshal(x)
+	b, berr := json.Marshal(y)
+	return aerr == nil && berr == nil && bytes.Equal(a, b)
+}
+
+// capture applies the rules and opens the gate. A captured pod's gate opens first, before a new rule can lead a
+// connection to it. A provisional pod has connections that wait at the SYN gate, and each of them must go where it
+// would have gone with the daemon there from the start. So the order matters: the rules let excluded destinations go,
+// then conntrack forgets where the waiting SYNs were redirected, and only then does the gate open.
+func (a *Agent) capture(ctx context.Context, e *endpoint.Endpoint, r *attach.Record, want ruleset.Ruleset) error {
+	if r.State != attach.Provisional {
+		if err := e.Open(r.Attachment, want); err != nil {
+			return err
+		}
+	}
+	backend := ruleset.BackendAuto
+	if r.Installed != nil {
+		backend = r.Installed.Backend
+	}
+	in, err := ruleset.Apply(ctx, r.Netns, want, backend, r.Installed)
+	if err != nil {
+		return err
+	}
+	r.Installed = &in
+	if err := ruleset.Patience(r.Netns, true); err != nil {
+		// In a container /proc/sys is read-only. For most pods the plugin, which runs on the host, has done it.
+		a.log.Debug("SYN patience cannot be set: the pod gives up sooner while sluiced is late",
+			"attachment", r.String(), "err", err)
+	}
+	if err := conntrack.ForgetUnanswered(r.Netns); err != nil {
+		return err
+	}
+	return e.Open(r.Attachment, want)
+}
+
+// stopCapturing ends the capture of new connections. The rules stay, with every destination excluded, because open
+// redirected connections need the kernel's nat: its hooks go with the last nat chain. closeUnused removes the rest.
+func stopCapturing(ctx context.Context, r *attach.Record) error {
+	nothing := r.Installed.Ruleset
+	all := []netip.Prefix{
+		netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0),
+	}
+	nothing.ExcludeCIDRs, nothing.ExcludeSources = all, all
+	in, err := ruleset.Apply(ctx, r.Netns, nothing, r.Installed.Backend, r.Installed)
+	if err != nil {
+		return err
+	}
+	r.Installed = &in
+	return nil
+}
+
+// release removes the rules of a provisional pod. Its waiting connections go straight out.
+func release(ctx context.Context, r *attach.Record) error {
+	if r.Installed == nil {
+		return nil
+	}
+	if err := r.Installed.Remove(ctx, r.Netns, conntrack.ForgetUnansweredHere); err != nil {
+		return err
+	}
+	r.Installed = nil
+	return nil
+}
+
+// removeRules removes the rules of an attachment that no connection needs any more.
+func (a *Agent) removeRules(ctx context.Context, e *endpoint.Endpoint, r attach.Record) error {
+	if r.Installed == nil {
+		return nil
+	}
+	if err := r.Installed.Remove(ctx, r.Netns, nil); err != nil {
+		return err
+	}
+	r.Installed = nil
+	e.Add(r)
+	if a.wasDeleted(r) {
+		return nil
+	}
+	return a.store.Write(r)
+}

@@ -1,0 +1,102 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/handover"
+	"github.com/sluice-cni/sluice/daemon/unixsock"
+)
+
+// evictAfter is the grace period before the listeners of another process at a capture port of a captured pod are
+// closed. The process may be an older daemon that hangs, or one in the pod. With proxies that return listeners it is
+// much longer: a proxy may hang itself, and connections wait safely in its listeners meanwhile.
+const evictAfter, evictProxyAfter = 10 * time.Second, 2 * time.Minute
+
+// Start begins the tenure, and returns the listener of the agent socket at path:
+//
+//  1. The daemon that serves the socket, if any, sends its listeners.
+//  2. The gates of the pods that were captured are opened with them, or anew, and provisional pods are settled. Whether
+//     the orchestrator wants something else by now is left to Run: to change the rules of hundreds of pods takes many
+//     seconds, and neither the connections nor the other daemon wait for that.
+//  3. The other daemon is told that its listeners are served. Its tenure ends.
+//  4. The agent socket replaces that of the other daemon. Calls queue there until they are served.
+func (a *Agent) Start(ctx context.Context, path string) (net.Listener, error) {
+	transfer, err := handover.Take(path)
+	switch {
+	case errors.Is(err, handover.ErrHangs):
+		a.log.Warn("the sluiced before this one hangs; starting without it", "err", err)
+		transfer, a.evictFrom = &handover.Transfer{}, time.Now().Add(a.returning)
+	case err != nil:
+		return nil, err
+	case a.returning > 0:
+		a.evictFrom = time.Now().Add(evictProxyAfter)
+	default:
+		a.evictFrom = time.Now().Add(evictAfter)
+	}
+	a.table.Inherit(transfer.Listeners)
+	err = a.tenure.Do(func() error {
+		a.reconcile(ctx, gatesOnly)
+		return nil
+	})
+	a.table.DropInherited()
+	if err := errors.Join(err, transfer.Confirm()); err != nil {
+		return nil, fmt.Errorf("taking over from the sluiced before this one: %w", err)
+	}
+	if a.socket, err = unixsock.Listen("unix", path); err != nil {
+		return nil, fmt.Errorf("agent socket: %w", err)
+	}
+	return a.socket, nil
+}
+
+// HandOver gives every gate to the daemon at the other end of conn. If that fails, this daemon goes on serving them.
+func (a *Agent) HandOver(conn *net.UnixConn) error {
+	err := a.tenure.PassOn(func() error {
+		if err := handover.Offer(conn, a.table.Offer); err != nil {
+			a.table.Resume()
+			return err
+		}
+		a.table.Release()
+		return nil
+	})
+	if err != nil {
+		a.log.Error("hand-over failed; still serving", "err", err)
+		return err
+	}
+	a.log.Info("hand-over succeeded; open connections are relayed to their end")
+	return nil
+}
+
+// yieldIfReplaced ends the tenure if another daemon serves the agent socket by now and has not asked for the gates:
+// this daemon has hung for so long that the other one started without it.
+func (a *Agent) yieldIfReplaced() {
+	if a.socket == nil || !a.socket.Replaced() {
+		return
+	}
+	_ = a.tenure.PassOn(func() error { // has ended already, at worst
+		a.log.Error("this sluiced hung, and another one has started without it; open connections are relayed to their end")
+		a.table.Release()
+		return nil
+	})
+}
+
+// Succeeded is closed when another daemon has taken over.
+func (a *Agent) Succeeded() <-chan struct{} { return a.tenure.Succeeded() }
+
+// Returned takes over the listeners that a proxy holds of a daemon that did not live to hand them over. The proxy says
+// of which netns they are. While it holds them, no others can be opened there. Unwanted listeners are closed.
+func (a *Agent) Returned(netns string, files []*os.File) {
+	err := a.tenure.Do(func() error {
+		if a.table.Return(netns, files) {
+			a.rescan() // opens the gate with them
+		}
+		return nil
+	})
+	if err != nil {
+		unixsock.Close(files)
+	}
+}

@@ -1,0 +1,77 @@
+// Package captured describes a captured connection: its source, its original destination, and whether it may go there.
+package captured
+
+import (
+	"errors"
+	"net"
+	"net/netip"
+	"slices"
+
+	"github.com/sluice-cni/sluice/daemon/conntrack"
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/netns"
+	"github.com/sluice-cni/sluice/daemon/sockdiag"
+)
+
+// Conn is a captured connection that was accepted at a gate.
+type Conn struct {
+	*net.TCPConn
+	// Source is the address and port of the client: the app, or for an inbound connection the peer outside the pod.
+	Source netip.AddrPort
+	// Destination is the original destination.
+	Destination netip.AddrPort
+	// Inbound marks a connection to the pod.
+	Inbound bool
+
+	gate *gate.Gate
+}
+
+// New describes a connection that was accepted at listener l of g. The error says why the connection must not be
+// carried on. The Conn is then as complete as it could be made, for the log.
+func New(g *gate.Gate, l *gate.Listener, conn *net.TCPConn) (Conn, error) {
+	src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
+	c := Conn{TCPConn: conn, Inbound: l.Inbound(), gate: g}
+	c.Source = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
+	var err error
+	if c.Destination, err = conntrack.OriginalDestination(conn); err != nil {
+		return c, err
+	}
+	if err := permitted(c.Destination); err != nil || !c.Inbound {
+		return c, err
+	}
+	return c, notFromNode(c.Destination, c.Source)
+}
+
+// AppState says whether a process in the pod still holds the app's end.
+func (c Conn) AppState() sockdiag.AppState { return c.gate.AppState(c.Source, c.Destination) }
+
+// metadata are the addresses, beside the link-local ones, at which clouds serve a node's credentials.
+var metadata = []netip.Addr{netip.MustParseAddr("fd00:ec2::254"), netip.MustParseAddr("fd20:ce::254")}
+
+// permitted refuses destinations that mean something else on the node than in the pod. The rules do not redirect them.
+// This check holds even if a connection to one arrives all the same.
+func permitted(dst netip.AddrPort) error {
+	a := dst.Addr().Unmap()
+	switch {
+	case a.IsLoopback(), a.IsUnspecified():
+		return errors.New("the destination would be the node's own loopback")
+	case a.IsLinkLocalUnicast():
+		return errors.New("the destination is link-local: the node would ask it under its own identity")
+	case a.IsMulticast(), a == netip.AddrFrom4([4]byte{255, 255, 255, 255}):
+		return errors.New("the destination is not a unicast address")
+	}
+	if slices.Contains(metadata, a) {
+		return errors.New("the destination is a metadata service: the node would ask it under its own identity")
+	}
+	return nil
+}
+
+// notFromNode refuses an inbound connection that this node has made to the pod, most likely for the upstream: relayed,
+// it would come back without end. The rules do not redirect it either.
+func notFromNode(pod, src netip.AddrPort) error {
+	node, err := netns.SourceTo(pod.Addr())
+	if err == nil && src.Addr() == node {
+		err = errors.New("this node made the connection itself: relayed, it would come back")
+	}
+	return err
+}

@@ -1,0 +1,109 @@
+package direct
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/captured"
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/socket"
+	"github.com/sluice-cni/sluice/daemon/splice"
+)
+
+// dialTimeout bounds the handshake with a destination. It is as long as the kernel tries by default; the SYN patience
+// of captured pods (plugin/ruleset) is far longer.
+const dialTimeout = 2 * time.Minute
+
+// Carrier takes connections of one pod to their original destinations without the upstream.
+type Carrier struct {
+	joined *splice.Set
+	log    *slog.Logger
+
+	mu      sync.Mutex // guards results; no lock is taken under it
+	results Results
+}
+
+// Results sums up the connections since the last call of Take.
+type Results struct {
+	// Direct connections reached their destination.
+	Direct int
+	// NotExempt connections were reset because they could not be exempted from capture; Err is the last reason.
+	// A destination that refuses or does not answer is no failure of the node, and not counted.
+	NotExempt int
+	Err       error
+}
+
+// NewCarrier makes a carrier that counts open connections in joined. log names the pod.
+func NewCarrier(joined *splice.Set, log *slog.Logger) *Carrier {
+	return &Carrier{joined: joined, log: log}
+}
+
+// Take returns the results and starts anew.
+func (c *Carrier) Take() Results {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	r := c.results
+	c.results = Results{}
+	return r
+}
+
+// record counts the outcome of one connection.
+func (c *Carrier) record(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case err == nil:
+		c.results.Direct++
+	case errors.Is(err, ErrNotExempt):
+		c.results.NotExempt++
+		c.results.Err = err
+	}
+}
+
+// AcceptOne takes the connection that has waited longest at l and carries it in a goroutine of wg, until the connection
+// ends or ctx does. It reports whether a connection waited.
+func (c *Carrier) AcceptOne(ctx context.Context, wg *sync.WaitGroup, g *gate.Gate, l *gate.Listener) (bool, error) {
+	now, cancel := context.WithCancel(ctx)
+	cancel() // without a free descriptor the connection is reset at once
+	conn, err := l.Accept(now)
+	if errors.Is(err, context.Canceled) {
+		c.record(fmt.Errorf("%w: out of file descriptors", ErrNotExempt))
+	}
+	if conn == nil {
+		return false, err
+	}
+	wg.Go(func() {
+		accepted, err := captured.New(g, l, conn)
+		if err != nil {
+			c.log.Warn("connection refused", "source", accepted.Source.String(),
+				"destination", accepted.Destination.String(), "err", err)
+			socket.Reset(conn)
+			return
+		}
+		c.Carry(ctx, accepted)
+	})
+	return true, nil
+}
+
+// Carry takes conn, which it owns, to its destination. It returns when the connection has ended; the end of ctx resets
+// the connection.
+func (c *Carrier) Carry(ctx context.Context, conn captured.Conn) {
+	log := c.log.With("source", conn.Source.String(), "destination", conn.Destination.String())
+	dialing, cancel := context.WithTimeout(ctx, dialTimeout)
+	stop := socket.WatchReset(conn.TCPConn, 0, cancel)
+	peer, err := dial(dialing, conn.TCPConn, conn.Destination)
+	cancel()
+	stop()
+	c.record(err)
+	if err != nil {
+		log.Info("connection reset: it could not go direct", "err", err)
+		socket.Reset(conn.TCPConn)
+		return
+	}
+	log.Debug("connection goes direct")
+	c.joined.Join(ctx, splice.Pair{App: conn.TCPConn, Peer: peer, HalfClose: true, AppState: conn.AppState})
+}

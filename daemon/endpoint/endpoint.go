@@ -1,0 +1,305 @@
+package endpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/direct"
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/late"
+	"github.com/sluice-cni/sluice/daemon/sockdiag"
+	"github.com/sluice-cni/sluice/daemon/splice"
+	"github.com/sluice-cni/sluice/daemon/unixsock"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// Acceptor sees to it that the connections of one pod are accepted: it relays them, or hands the listeners to proxies.
+type Acceptor interface {
+	// Serve returns when g is closed or paused, or accepting ends, and the connections that came through g have ended.
+	// The end of ctx resets those connections. If the cause of the end of accepting is ErrHandedOver, the listeners
+	// stay open in other processes.
+	Serve(ctx, accepting context.Context, g *gate.Gate)
+	// Counts returns the connections that do not wait any more. Counting may take milliseconds.
+	Counts() sockdiag.Counts
+}
+
+// ErrHandedOver is the cause of the end of accepting at a gate that stays open elsewhere.
+var ErrHandedOver = errors.New("the gate is handed over")
+
+// Served is one endpoint as its acceptor sees it.
+type Served struct {
+	Netns attach.NetnsID
+	Pod   attach.Pod
+	IPs   []netip.Addr
+	// Accepted, Joined and Direct belong to the endpoint. An acceptor that relays counts its connections in the first
+	// two, and gives those that go direct to the third.
+	Accepted *late.Accepted
+	Joined   *splice.Set
+	Direct   *direct.Carrier
+}
+
+// Endpoint is a netns with the attachments in it, nearly always one.
+type Endpoint struct {
+	// ID is the identity of the netns. It does not change.
+	ID attach.NetnsID
+
+	table    *Table
+	changing sync.Mutex // see the package comment
+	accepted late.Accepted
+	joined   splice.Set
+	lateness lateness // guarded by changing
+
+	mu          sync.Mutex // guards the fields below
+	attachments map[attach.ID]attach.Record
+	gate        *gate.Gate // nil if not captured, or if the gate could not be opened
+	acceptor    Acceptor   // nil until the first gate
+	direct      *direct.Carrier
+	ctx         context.Context         // of the connections that came through the gate
+	stop        context.CancelFunc      // ends ctx
+	refuse      context.CancelCauseFunc // ends accepting
+	trouble     string                  // why the endpoint is not as its records say
+	policy      attach.Late             // for connections that wait for the upstream
+}
+
+func newEndpoint(t *Table, id attach.NetnsID) *Endpoint {
+	return &Endpoint{ID: id, table: t, attachments: map[attach.ID]attach.Record{}}
+}
+
+// Leave lets others enter the endpoint, and drops it if nothing is attached to it.
+func (e *Endpoint) Leave() {
+	defer e.changing.Unlock()
+	if len(e.Records()) > 0 {
+		return
+	}
+	e.Shut() // before another endpoint can take its place
+	e.table.drop(e)
+}
+
+// Records returns the records of the attachments.
+func (e *Endpoint) Records() []attach.Record {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return slices.Collect(maps.Values(e.attachments))
+}
+
+// Record returns the record of one attachment.
+func (e *Endpoint) Record(id attach.ID) (attach.Record, bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	r, ok := e.attachments[id]
+	return r, ok
+}
+
+// Neighbours returns the interfaces through which the netns is attached, and its addresses, both with those of an
+// attachment that may be about to be added.
+func (e *Endpoint) Neighbours(at attach.Attachment) (interfaces []string, ips []netip.Addr) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	names := map[string]bool{at.IfName: true}
+	ips = slices.Clone(at.IPs)
+	for id, r := range e.attachments {
+		names[id.IfName] = true
+		ips = append(ips, r.IPs...)
+	}
+	slices.SortFunc(ips, netip.Addr.Compare)
+	return slices.Sorted(maps.Keys(names)), slices.Compact(ips)
+}
+
+// Attach carries out a decision as far as the gate is concerned, and adds the attachment. The gate is open when Attach
+// returns and the decision is to capture. The caller has entered e, as for every method below that changes it.
+func (e *Endpoint) Attach(r attach.Record, d attach.Decision) error {
+	if !d.Capture {
+		e.Shut()
+	} else if err := e.Open(r.Attachment, *d.Ruleset); err != nil {
+		return err
+	}
+	e.SetPolicy(d.Late)
+	e.Add(r)
+	return nil
+}
+
+// Add adds an attachment, or replaces its record.
+func (e *Endpoint) Add(r attach.Record) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.attachments[r.ID] = r
+}
+
+func (e *Endpoint) remove(id attach.ID) (attach.Record, bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	r, ok := e.attachments[id]
+	delete(e.attachments, id)
+	return r, ok
+}
+
+// SetPolicy sets how long connections may wait for the upstream, and whether they are reset or go direct then.
+func (e *Endpoint) SetPolicy(p attach.Late) {
+	if p.Policy == attach.Hold { // its timeout is that of ADD
+		p = attach.Late{Policy: attach.Queue}
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.policy = p
+}
+
+// SetTrouble records why the endpoint is not as its records say; nil for no reason. It reports whether that is news.
+func (e *Endpoint) SetTrouble(err error) (news bool) {
+	text := ""
+	if err != nil {
+		text = err.Error()
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	news = e.trouble != text
+	e.trouble = text
+	return news
+}
+
+// InLine reports whether r is the record that e has, and the gate is as r needs it.
+func (e *Endpoint) InLine(r attach.Record) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	known, ok := e.attachments[r.ID]
+	return ok && r.State != attach.Provisional && known.State == r.State &&
+		(known.Installed != nil) == (r.Installed != nil) && (e.gate != nil || r.State != attach.Captured)
+}
+
+// lacksGate reports whether e is captured and has no gate.
+func (e *Endpoint) lacksGate() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	captured := func(r attach.Record) bool { return r.State == attach.Captured }
+	return e.gate == nil && slices.ContainsFunc(slices.Collect(maps.Values(e.attachments)), captured)
+}
+
+// Unused reports whether capture has ended in e, something of it is left, and no connection needs that any more.
+func (e *Endpoint) Unused() bool {
+	s := e.snapshot(attach.Record{})
+	left := s.gate != nil
+	for _, r := range e.Records() {
+		if r.State != attach.Passed {
+			return false
+		}
+		left = left || r.Installed != nil
+	}
+	if !left {
+		return false
+	}
+	waiting, err := s.waiting()
+	return err == nil && waiting+s.Counts().Open == 0
+}
+
+// Reopen opens the gate of an attachment that was captured before. If another process holds the capture ports and evict
+// is set, its listeners are closed. Reopen reports whether that was necessary.
+func (e *Endpoint) Reopen(at attach.Attachment, r ruleset.Ruleset, evict bool) (evicted bool, err error) {
+	err = e.Open(at, r)
+	if !evict || !errors.Is(err, unix.EADDRINUSE) {
+		return false, err
+	}
+	g := e.currentGate()
+	if g == nil {
+		g = &gate.Gate{}
+	}
+	if err := g.Evict(at.Netns, e.inboundAddresses(at, r)); err != nil {
+		return false, err
+	}
+	return true, e.Open(at, r)
+}
+
+// Open opens the gate as far as r needs it, and begins to serve it. Listeners that are open stay open.
+func (e *Endpoint) Open(at attach.Attachment, r ruleset.Ruleset) error {
+	inbound := e.inboundAddresses(at, r)
+	if len(inbound) == 0 && len(r.InboundPorts) > 0 {
+		return errors.New("the pod's addresses are not known, so inbound connections cannot be captured")
+	}
+	was := e.currentGate()
+	g, err := was, error(nil)
+	if g == nil {
+		g, err = e.newGate(at.Netns)
+	}
+	if err != nil {
+		return err
+	}
+	wide, err := g.Widen(at.Netns, inbound)
+	if err == nil && len(wide.Listeners) > unixsock.MaxFiles {
+		err = fmt.Errorf("no more than %d addresses can be captured inbound", unixsock.MaxFiles-2)
+	}
+	if err != nil {
+		if was == nil {
+			err = errors.Join(err, g.Close())
+		}
+		return err
+	}
+	if wide == was {
+		return nil
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.prepareLocked(at)
+	return e.serveLocked(wide)
+}
+
+// inboundAddresses are the addresses at which the gate listens for inbound connections.
+func (e *Endpoint) inboundAddresses(at attach.Attachment, r ruleset.Ruleset) []netip.Addr {
+	if len(r.InboundPorts) == 0 {
+		return nil
+	}
+	_, ips := e.Neighbours(at)
+	return ips
+}
+
+// newGate uses inherited listeners, or opens new ones.
+func (e *Endpoint) newGate(path string) (*gate.Gate, error) {
+	if files := e.table.takeInherited(e.ID); files != nil {
+		return gate.Adopt(path, files)
+	}
+	return gate.Open(path)
+}
+
+func (e *Endpoint) currentGate() *gate.Gate {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.gate
+}
+
+// Shut closes the gate for every process that holds it, and resets the connections that came through it.
+func (e *Endpoint) Shut() {
+	e.endConnections() // first: its cause tells the acceptor that no other process goes on with the gate
+	if g := e.currentGate(); g != nil {
+		if err := g.Shut(); err != nil {
+			e.table.log.Error("shutting a gate failed", "netnsID", e.ID.String(), "err", err)
+		}
+	}
+	e.release()
+	if err := gate.Discard(e.table.takeInherited(e.ID)); err != nil {
+		e.table.log.Error("shutting inherited listeners failed", "netnsID", e.ID.String(), "err", err)
+	}
+}
+
+// Narrow closes the inbound listeners if no rule leads to them any more and no connection waits in them.
+func (e *Endpoint) Narrow() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.gate == nil {
+		return nil
+	}
+	for _, r := range e.attachments {
+		if r.Installed == nil || len(r.Installed.Ruleset.InboundPorts) > 0 {
+			return nil
+		}
+	}
+	narrow, err := e.gate.Narrow()
+	if narrow != e.gate {
+		err = errors.Join(err, e.serveLocked(narrow))
+	}
+	return err
+}

@@ -1,0 +1,101 @@
+package endpoint
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/late"
+	"github.com/sluice-cni/sluice/daemon/sockdiag"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// Snapshot is one attachment as it is at a moment, with the means to count its connections without a lock.
+type Snapshot struct {
+	record   attach.Record
+	policy   attach.Late
+	trouble  string
+	gate     *gate.Gate
+	acceptor Acceptor
+	accepted *late.Accepted
+}
+
+// Snapshots returns a snapshot of every attachment, in no order.
+func (t *Table) Snapshots() []Snapshot {
+	var all []Snapshot
+	for _, e := range t.All() {
+		for _, r := range e.Records() {
+			all = append(all, e.snapshot(r))
+		}
+	}
+	return all
+}
+
+func (e *Endpoint) snapshot(r attach.Record) Snapshot {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return Snapshot{r, e.policy, e.trouble, e.gate, e.acceptor, &e.accepted}
+}
+
+// Status describes every attachment, sorted by pod.
+func (t *Table) Status() []attach.AttachmentStatus {
+	all := []attach.AttachmentStatus{}
+	for _, s := range t.Snapshots() {
+		a, counts := s.Status(), s.Counts()
+		a.Open, a.Bytes = counts.Open, counts.Bytes
+		all = append(all, a)
+	}
+	slices.SortFunc(all, func(x, y attach.AttachmentStatus) int {
+		return slices.Compare([]string{x.Pod, x.Attachment}, []string{y.Pod, y.Attachment})
+	})
+	return all
+}
+
+// Status describes the attachment, apart from the counts that take time to find.
+func (s Snapshot) Status() attach.AttachmentStatus {
+	r := s.record
+	a := attach.AttachmentStatus{Pod: r.Pod.String(), Attachment: r.ID.String(), State: r.State, Netns: r.Netns}
+	if r.Installed != nil {
+		a.Backend = r.Installed.Backend
+		if !r.Installed.SYNGate {
+			a.Notes = append(a.Notes, "no SYN gate, because this kernel lacks the socket match: "+
+				"connections are refused while sluiced is down")
+		}
+	}
+	if r.State == attach.Captured && s.policy.Policy == attach.Direct && s.policy.Timeout > 0 {
+		a.Notes = append(a.Notes, fmt.Sprintf(
+			"direct: connections go around the upstream when it is late by more than %s", s.policy.Timeout))
+	}
+	if s.trouble != "" {
+		a.Notes = append(a.Notes, s.trouble)
+	}
+	var err error
+	if a.Waiting, err = s.waiting(); err != nil {
+		a.Notes = append(a.Notes, err.Error())
+	}
+	return a
+}
+
+// waiting counts the connections that wait to be accepted, and those that wait for the upstream's answer.
+func (s Snapshot) waiting() (int, error) {
+	n := s.accepted.Len()
+	if s.gate == nil {
+		return n, nil
+	}
+	queued, err := s.gate.Queued()
+	if errors.Is(err, os.ErrClosed) {
+		err = nil // closed since the snapshot
+	}
+	return n + queued, err
+}
+
+// Counts returns the connections that do not wait any more. Connections that came through a gate go on when capture has
+// ended.
+func (s Snapshot) Counts() sockdiag.Counts {
+	if s.acceptor == nil {
+		return sockdiag.Counts{}
+	}
+	return s.acceptor.Counts()
+}

@@ -1,0 +1,239 @@
+// Package endpoint has the network namespaces in which pods are attached. An [Endpoint] is one netns: its attachments,
+// its gate, the acceptor that serves the gate, and the connections that wait there. The [Table] has all of them.
+//
+// Three locks, taken in this order:
+//
+//   - Endpoint.changing is held by the one goroutine that decides about an endpoint or changes it, from Enter to Leave.
+//     It may be held for seconds, while the API server is asked or rules are applied.
+//   - Table.mu guards the table's maps.
+//   - Endpoint.mu guards the fields of one endpoint, for readers that have not entered it.
+//
+// The last two are held for moments: nothing is done under them that waits for the network, the disk, another process
+// or a pod. A function whose name ends in Locked expects its caller to hold mu.
+package endpoint
+
+import (
+	"log/slog"
+	"maps"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/unixsock"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// Table has the endpoints of this node.
+type Table struct {
+	accept func(Served) Acceptor
+	log    *slog.Logger
+
+	serving sync.WaitGroup // the acceptors' Serve, and connections that go direct
+
+	// Connections that have waited too long: those that were reset, and those that went direct.
+	expired, direct atomic.Uint64
+
+	mu        sync.Mutex // guards the maps
+	endpoints map[attach.NetnsID]*Endpoint
+	inherited map[attach.NetnsID][]*os.File // listeners that another daemon or a proxy has handed over
+}
+
+// NewTable makes an empty table. accept makes the acceptor of one endpoint.
+func NewTable(accept func(Served) Acceptor, log *slog.Logger) *Table {
+	return &Table{
+		accept: accept, log: log,
+		endpoints: map[attach.NetnsID]*Endpoint{}, inherited: map[attach.NetnsID][]*os.File{},
+	}
+}
+
+// Enter returns the endpoint of a netns, for the caller alone to decide about and to change until Leave.
+func (t *Table) Enter(id attach.NetnsID) *Endpoint {
+	for {
+		t.mu.Lock()
+		e := t.endpoints[id]
+		if e == nil {
+			e = newEndpoint(t, id)
+			t.endpoints[id] = e
+		}
+		t.mu.Unlock()
+		e.changing.Lock()
+		t.mu.Lock()
+		current := t.endpoints[id] == e
+		t.mu.Unlock()
+		if current {
+			return e
+		}
+		e.changing.Unlock() // the endpoint was dropped while we waited
+	}
+}
+
+// EnterFor enters the endpoint of a netns for an attachment. An attachment that moved there from another netns is
+// removed from that one first.
+func (t *Table) EnterFor(at attach.ID, id attach.NetnsID) *Endpoint {
+	if old := t.Find(at); old != nil && old.ID != id {
+		t.Remove(at)
+	}
+	return t.Enter(id)
+}
+
+// drop removes an endpoint without attachments from the table.
+func (t *Table) drop(e *Endpoint) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.endpoints, e.ID)
+}
+
+// All returns every endpoint. They may change or be dropped at any time.
+func (t *Table) All() []*Endpoint {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return slices.Collect(maps.Values(t.endpoints))
+}
+
+// Get returns the endpoint of a netns, or nil.
+func (t *Table) Get(id attach.NetnsID) *Endpoint {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.endpoints[id]
+}
+
+// Find returns the endpoint that has an attachment, or nil.
+func (t *Table) Find(id attach.ID) *Endpoint {
+	for _, e := range t.All() {
+		if _, ok := e.Record(id); ok {
+			return e
+		}
+	}
+	return nil
+}
+
+// Remove forgets an attachment, and shuts the gate of its netns if it was the last one there.
+func (t *Table) Remove(id attach.ID) (attach.Record, bool) {
+	e := t.Find(id)
+	if e == nil {
+		return attach.Record{}, false
+	}
+	e = t.Enter(e.ID)
+	defer e.Leave()
+	return e.remove(id)
+}
+
+// Inherit takes over the listeners that another daemon has handed over. An endpoint that opens its gate uses them.
+func (t *Table) Inherit(listeners map[attach.NetnsID][]*os.File) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	maps.Copy(t.inherited, listeners)
+}
+
+// Return takes over listeners that a proxy holds of a daemon that did not live to hand them over. It reports whether
+// they are wanted: a captured endpoint has no gate, and can open none while the proxy has these. Otherwise, and if they
+// do not belong to that endpoint, they are closed.
+func (t *Table) Return(netns string, files []*os.File) (wanted bool) {
+	e := t.withoutGate(netns)
+	if e != nil {
+		if err := gate.Verify(files, e.ID); err != nil {
+			t.log.Error("listeners that a proxy returned are not those of the netns", "netnsID", netns, "err", err)
+			e = nil
+		}
+	}
+	if e == nil {
+		unixsock.Close(files)
+		return false
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.inherited[e.ID] != nil {
+		unixsock.Close(files)
+		return false
+	}
+	t.inherited[e.ID] = files
+	return true
+}
+
+// withoutGate returns the endpoint with that identity if it is captured and has no gate.
+func (t *Table) withoutGate(netns string) *Endpoint {
+	for _, e := range t.All() {
+		if e.ID.String() == netns && e.lacksGate() {
+			return e
+		}
+	}
+	return nil
+}
+
+// DropInherited closes the inherited listeners that no endpoint has used.
+func (t *Table) DropInherited() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for id, files := range t.inherited {
+		unixsock.Close(files)
+		delete(t.inherited, id)
+	}
+}
+
+// takeInherited returns the inherited listeners of a netns, once.
+func (t *Table) takeInherited(id attach.NetnsID) []*os.File {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	files := t.inherited[id]
+	delete(t.inherited, id)
+	return files
+}
+
+// Offer stops accepting at each gate and calls send with its listeners, until send fails. Nothing may enter an endpoint
+// until Release or Resume.
+func (t *Table) Offer(send func(attach.NetnsID, []*os.File) error) error {
+	for _, e := range t.All() {
+		files, err := e.pause()
+		if err == nil && files != nil {
+			err = send(e.ID, files)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Resume accepts again after an Offer that did not lead to a hand-over.
+func (t *Table) Resume() {
+	for _, e := range t.All() {
+		if err := e.resume(); err != nil {
+			t.log.Error("accepting cannot be resumed", "netnsID", e.ID.String(), "err", err)
+		}
+	}
+}
+
+// Release closes this process's listeners. Another daemon or a proxy may hold them too. The connections that came
+// through the gates go on.
+func (t *Table) Release() {
+	for _, e := range t.All() {
+		e.release()
+	}
+	t.DropInherited()
+}
+
+// End resets every connection that came through a gate, and returns when all have ended. Release comes first.
+func (t *Table) End() {
+	for _, e := range t.All() {
+		e.endConnections()
+	}
+	t.serving.Wait()
+}
+
+// Drained returns a channel that is closed when every connection has ended. Release comes first.
+func (t *Table) Drained() <-chan struct{} {
+	done := make(chan struct{})
+	go func() { // ends with the connections, or with the process
+		defer close(done)
+		t.serving.Wait()
+	}()
+	return done
+}
+
+// Expired and Direct count the connections that had waited too long: those that were reset, and those that went direct.
+func (t *Table) Expired() uint64 { return t.expired.Load() }
+
+// Direct is described at Expired.
+func (t *Table) Direct() uint64 { return t.direct.Load() }

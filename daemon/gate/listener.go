@@ -1,0 +1,226 @@
+package gate
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/pause"
+	"github.com/sluice-cni/sluice/daemon/socket"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// Listener is a listening socket in a pod's netns.
+type Listener struct {
+	file *os.File
+	at   netip.AddrPort
+}
+
+// Inbound reports whether l takes connections to the pod, and not connections that the pod makes.
+func (l *Listener) Inbound() bool { return l.at.Port() == ruleset.InboundPort }
+
+// backlog is larger than any net.core.somaxconn: the kernel takes the smaller of the two.
+const backlog = 1 << 16
+
+// listenAll listens at all addresses, except those of a family that the kernel does not have.
+func listenAll(at []netip.AddrPort) ([]*Listener, error) {
+	var all []*Listener
+	for _, a := range at {
+		l, err := listen(a)
+		if errors.Is(err, unix.EAFNOSUPPORT) {
+			continue
+		}
+		if err != nil {
+			g := Gate{Listeners: all}
+			return nil, errors.Join(fmt.Errorf("port %d of %s: %w", a.Port(), a.Addr(), err), g.Close())
+		}
+		all = append(all, l)
+	}
+	return all, nil
+}
+
+func listen(at netip.AddrPort) (*Listener, error) {
+	family, to := socket.Sockaddr(at)
+	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("socket: %w", err)
+	}
+	l := &Listener{os.NewFile(uintptr(fd), "gate"), at}
+	fail := func(step string, err error) (*Listener, error) {
+		return nil, errors.Join(fmt.Errorf("%s: %w", step, err), l.file.Close())
+	}
+	// Connections of a daemon that died may still occupy the port.
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err != nil {
+		return fail("SO_REUSEADDR", err)
+	}
+	if family == unix.AF_INET6 { // the other listener serves IPv4
+		if err := unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1); err != nil {
+			return fail("IPV6_V6ONLY", err)
+		}
+	}
+	// Accepted sockets inherit it. The way to the app is within the node: where the node's default is BBR, its pacing
+	// would cost a third of the throughput. A kernel without cubic keeps its default.
+	_ = unix.SetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
+	// An address that the pod has just been given may still be tentative (duplicate address detection).
+	if err := unix.SetsockoptInt(fd, unix.SOL_IP, unix.IP_FREEBIND, 1); err != nil {
+		return fail("IP_FREEBIND", err)
+	}
+	if err := unix.Bind(fd, to); err != nil {
+		return fail("bind", err)
+	}
+	if err := unix.Listen(fd, backlog); err != nil {
+		return fail("listen", err)
+	}
+	return l, nil
+}
+
+// Wait returns when a connection can be accepted, and does not accept it: a connection that cannot be served yet stays
+// in the accept queue. After Close or Pause the error is os.ErrClosed.
+func (l *Listener) Wait() error {
+	raw, err := l.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	err = raw.Read(func(fd uintptr) bool {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		n, err := unix.Poll(p, 0)
+		return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
+	})
+	if err != nil {
+		return os.ErrClosed // the poller has an error value of its own
+	}
+	return nil
+}
+
+// acceptRetry is the delay between attempts to get a second descriptor for an accepted connection.
+const acceptRetry = 10 * time.Millisecond
+
+// Accept takes the connection that has waited longest, or returns nil if none waits. Making a net.TCPConn takes a
+// second descriptor for a moment. If the process has none left, Accept waits for one until ctx ends, so that the
+// accepted connection is not lost.
+func (l *Listener) Accept(ctx context.Context) (*net.TCPConn, error) {
+	fd, err := l.accept()
+	if err != nil || fd < 0 {
+		return nil, err
+	}
+	// Until it is joined to the upstream, the end of this process must not look to the app like the end of an answer.
+	if err := socket.ResetOnClose(fd); err != nil {
+		return nil, errors.Join(err, unix.Close(fd))
+	}
+	f := os.NewFile(uintptr(fd), "captured") // blocking, so that only the duplicate is polled
+	defer f.Close()                          //nolint:errcheck // FileConn made that duplicate
+	for {
+		c, err := net.FileConn(f)
+		switch {
+		case err == nil:
+			return c.(*net.TCPConn), nil
+		case !errors.Is(err, unix.EMFILE) && !errors.Is(err, unix.ENFILE):
+			return nil, err
+		}
+		if err := pause.For(ctx, acceptRetry); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// Refuse resets the connection that has waited longest. It reports whether one waited.
+func (l *Listener) Refuse() (bool, error) {
+	fd, err := l.accept()
+	if err != nil || fd < 0 {
+		return false, err
+	}
+	return true, errors.Join(socket.ResetOnClose(fd), unix.Close(fd))
+}
+
+// accept returns -1 when no connection waits.
+func (l *Listener) accept() (fd int, err error) {
+	if cerr := l.control(func(l int) { fd, _, err = unix.Accept4(l, unix.SOCK_CLOEXEC) }); cerr != nil {
+		return -1, cerr
+	}
+	switch {
+	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.ECONNABORTED), errors.Is(err, unix.EINTR):
+		return -1, nil
+	case err != nil:
+		return -1, fmt.Errorf("accept: %w", err)
+	}
+	return fd, nil
+}
+
+// Queued counts the connections in the accept queue of l.
+func (l *Listener) Queued() (n int, err error) {
+	cerr := l.control(func(fd int) {
+		var info *unix.TCPInfo
+		if info, err = unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+			n = int(info.Unacked) // of a listener: sk_ack_backlog (tcp_get_info in net/ipv4/tcp.c)
+		}
+	})
+	return n, errors.Join(cerr, err)
+}
+
+// boundTo asks the kernel for the address of l.
+func (l *Listener) boundTo() (at netip.AddrPort, err error) {
+	var name unix.Sockaddr
+	if cerr := l.control(func(fd int) { name, err = unix.Getsockname(fd) }); cerr != nil {
+		return at, cerr
+	}
+	return socket.AddrPort(name), err
+}
+
+func (l *Listener) control(do func(fd int)) error {
+	raw, err := l.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	if err := raw.Control(func(fd uintptr) { do(int(fd)) }); err != nil {
+		return os.ErrClosed // the poller has an error value of its own
+	}
+	return nil
+}
+
+// Cookies returns the SO_COOKIE of each socket, sorted.
+func Cookies(sockets []*os.File) ([]uint64, error) {
+	cookies := make([]uint64, len(sockets))
+	for i, f := range sockets {
+		var err error
+		cerr := (&Listener{file: f}).control(func(fd int) {
+			cookies[i], err = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
+		})
+		if err := errors.Join(cerr, err); err != nil {
+			return nil, fmt.Errorf("SO_COOKIE: %w", err)
+		}
+	}
+	slices.Sort(cookies)
+	return cookies, nil
+}
+
+// Verify returns an error unless every socket listens on a capture port in the netns with that identity. A proxy that
+// returns listeners is not trusted to name the netns itself.
+func Verify(sockets []*os.File, id attach.NetnsID) error {
+	for _, f := range sockets {
+		var netns uint64
+		var listens int
+		var errs [2]error
+		l := &Listener{file: f}
+		cerr := l.control(func(fd int) {
+			netns, errs[0] = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+			listens, errs[1] = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN)
+		})
+		at, err := l.boundTo()
+		if err := errors.Join(errs[0], errs[1], cerr, err); err != nil {
+			return err
+		}
+		capturePort := at.Port() == ruleset.OutboundPort || at.Port() == ruleset.InboundPort
+		if netns != id.Cookie || netns == 0 || listens == 0 || !capturePort {
+			return fmt.Errorf("the socket does not listen on a capture port of netns %s", id)
+		}
+	}
+	return nil
+}

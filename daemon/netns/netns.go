@@ -1,0 +1,60 @@
+// Package netns looks up addresses and routes in network namespaces.
+package netns
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+
+	"github.com/containernetworking/plugins/pkg/ns"
+)
+
+// Addresses maps every address in the netns at path, loopback interfaces excepted, to the interface that has it.
+func Addresses(path string) (map[netip.Addr]string, error) {
+	found := map[netip.Addr]string{}
+	err := ns.WithNetNSPath(path, func(ns.NetNS) error {
+		interfaces, err := net.Interfaces()
+		if err != nil {
+			return err
+		}
+		for _, i := range interfaces {
+			if i.Flags&net.FlagLoopback != 0 {
+				continue
+			}
+			addrs, err := i.Addrs()
+			if err != nil {
+				return err
+			}
+			for _, a := range addrs {
+				if n, ok := a.(*net.IPNet); ok {
+					if ip, ok := netip.AddrFromSlice(n.IP); ok {
+						found[ip.Unmap()] = i.Name
+					}
+				}
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing addresses in netns %s: %w", path, err)
+	}
+	return found, nil
+}
+
+// SourceTo returns the address from which the calling thread's netns connects to dst, or the zero value if no route
+// leads there.
+func SourceTo(dst netip.Addr) (netip.Addr, error) {
+	// Connecting a UDP socket looks up the route and sends nothing. The port does not matter.
+	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(dst, 9)))
+	var failed *os.SyscallError
+	if errors.As(err, &failed) && failed.Syscall == "connect" {
+		return netip.Addr{}, nil // unreachable, prohibited or blackhole route
+	}
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	defer c.Close() //nolint:errcheck // nothing was sent
+	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap().WithZone(""), nil
+}

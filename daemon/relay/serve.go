@@ -1,0 +1,115 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/captured"
+	"github.com/sluice-cni/sluice/daemon/late"
+	"github.com/sluice-cni/sluice/daemon/socket"
+	"github.com/sluice-cni/sluice/daemon/splice"
+	"github.com/sluice-cni/sluice/daemon/upstream"
+)
+
+const (
+	// slowHandshake is the age at which a handshake gives its slot back. By then the upstream has taken the connection
+	// from its backlog. The destination takes the rest of the time, and one pod's dead destinations must not delay the
+	// connections of others.
+	slowHandshake = time.Second
+	// The pause between requests for one connection doubles from the first to the last.
+	firstRetry, lastRetry = 10 * time.Millisecond, time.Second
+)
+
+// serve relays c, which it owns, until the connection has ended.
+func (s *Server) serve(ctx context.Context, c captured.Conn, slot *slot) {
+	waiting, wait := s.Accepted.Add(ctx)
+	conn, first, err := s.connect(waiting, c, slot, wait)
+	if waiting.Err() != nil {
+		err = context.Cause(waiting)
+	}
+	wait.Done()
+	slot.leave()
+	if err != nil && conn != nil {
+		_ = conn.Close() // the answer came a moment too late
+	}
+	switch {
+	case errors.Is(err, late.ErrDirect):
+		s.Direct.Carry(ctx, c)
+	case err != nil:
+		s.relay.log.Info("connection reset", "pod", s.Pod.String(), "source", c.Source.String(),
+			"destination", c.Destination.String(), "err", err)
+		socket.Reset(c.TCPConn)
+	default:
+		s.relay.log.Debug("connection relayed", "pod", s.Pod.String(), "source", c.Source.String(),
+			"destination", c.Destination.String())
+		s.Joined.Join(ctx, splice.Pair{
+			App: c.TCPConn, Peer: conn, First: first,
+			HalfClose: s.relay.upstream.HalfClose(), AppState: c.AppState,
+		})
+	}
+}
+
+// connect asks the upstream until it answers. It reads no byte of c meanwhile, so that it is always safe to ask again.
+func (s *Server) connect(ctx context.Context, c captured.Conn, slot *slot, wait *late.Wait) (
+	*net.TCPConn, []byte, error,
+) {
+	for retry := firstRetry; ; retry = min(2*retry, lastRetry) {
+		conn, first, err := s.ask(ctx, c, slot)
+		switch {
+		case err == nil:
+			return conn, first, nil
+		case ctx.Err() != nil:
+			return nil, nil, ctx.Err()
+		case errors.Is(err, upstream.ErrUnreachable):
+			return nil, nil, err
+		case socket.IsReset(c.TCPConn):
+			return nil, nil, fmt.Errorf("the app gave up: %w", err)
+		}
+		if errors.Is(err, upstream.ErrMisconfigured) {
+			retry = lastRetry
+			wait.Misconfigured()
+		}
+		if err := s.relay.upstream.WaitToRetry(ctx, retry); err != nil {
+			return nil, nil, err
+		}
+	}
+}
+
+// ask makes one request. A slow one gives its slot back, and from then on ends when the app gives up.
+func (s *Server) ask(ctx context.Context, c captured.Conn, slot *slot) (*net.TCPConn, []byte, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	conn, err := s.relay.upstream.Dial(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	slow := time.AfterFunc(slowHandshake, slot.leave)
+	defer slow.Stop()
+	stop := socket.WatchReset(c.TCPConn, slowHandshake, cancel)
+	defer stop()
+	first, err := s.relay.upstream.Ask(ctx, conn, s.request(c))
+	return conn.TCPConn, first, err
+}
+
+func (s *Server) request(c captured.Conn) upstream.Request {
+	r := upstream.Request{Destination: c.Destination, Source: c.Source, Pod: s.Pod, Inbound: c.Inbound}
+	if !c.Inbound {
+		r.Source = podAddress(s.IPs, c.Source)
+	}
+	return r
+}
+
+// podAddress replaces the address of an app, which may be that of a nested container, by the pod's own address of the
+// same family. It returns the zero value if the pod has none.
+func podAddress(ips []netip.Addr, app netip.AddrPort) netip.AddrPort {
+	for _, ip := range ips {
+		if ip.Is4() == app.Addr().Is4() {
+			return netip.AddrPortFrom(ip, app.Port())
+		}
+	}
+	return netip.AddrPort{}
+}

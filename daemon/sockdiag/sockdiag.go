@@ -1,0 +1,181 @@
+// Package sockdiag asks the kernel about TCP sockets in one netns, by sock_diag(7).
+package sockdiag
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"unsafe"
+
+	"github.com/vishvananda/netlink/nl"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// AppState says whether a process still holds the app's end of a captured connection.
+type AppState int
+
+// The states of an app's socket.
+const (
+	AppUnknown AppState = iota // not in the pod's own netns, or gone
+	AppOpen                    // a process holds the socket, even if one direction is shut
+	AppClosed                  // no process holds the socket
+)
+
+// Counts sums up connections.
+type Counts struct {
+	Open  int    // accepted and not ended
+	Bytes uint64 // both directions together
+}
+
+// Conn is a sock_diag socket. It answers for the netns that it was opened in, from any thread.
+type Conn struct {
+	socket  *nl.NetlinkSocket
+	sockets map[int]*nl.SocketHandle
+}
+
+// The first call sets a variable of package nl, without a lock. This makes it before any goroutine runs.
+var _ = nl.NativeEndian()
+
+// Open opens a Conn in the netns of the calling thread.
+func Open() (*Conn, error) {
+	s, err := nl.GetNetlinkSocketAt(netns.None(), netns.None(), unix.NETLINK_INET_DIAG)
+	if err != nil {
+		return nil, fmt.Errorf("opening sock_diag: %w", err)
+	}
+	return &Conn{s, map[int]*nl.SocketHandle{unix.NETLINK_INET_DIAG: {Socket: s}}}, nil
+}
+
+// Close closes the socket. Requests after Close fail.
+func (c *Conn) Close() { c.socket.Close() }
+
+// request is struct inet_diag_req_v2 (linux/inet_diag.h). Package netlink has requests of its own, but none for one
+// socket without a dump, none to destroy an IPv6 socket, and none for the sockets of one port.
+type request struct {
+	family, protocol uint8
+	extensions, pad  uint8
+	states           uint32
+	id               socketID
+}
+
+// socketID is struct inet_diag_sockid. Ports and addresses are in network byte order.
+type socketID struct {
+	sport, dport [2]byte
+	src, dst     [16]byte
+	iface        uint32
+	cookie       [2]uint32
+}
+
+// message is the fixed part of struct inet_diag_msg.
+type message struct {
+	family, state, timer, retrans uint8
+	id                            socketID
+	expires, rqueue, wqueue, uid  uint32
+	inode                         uint32
+}
+
+// Len implements nl.NetlinkRequestData.
+func (r *request) Len() int { return int(unsafe.Sizeof(*r)) }
+
+// Serialize implements nl.NetlinkRequestData.
+func (r *request) Serialize() []byte { return unsafe.Slice((*byte)(unsafe.Pointer(r)), r.Len()) }
+
+// requestFor asks for the socket at src that is connected to dst, or for the listener at src if dst is the zero value.
+func requestFor(src, dst netip.AddrPort) *request {
+	r := request{
+		family: unix.AF_INET, protocol: unix.IPPROTO_TCP, states: ^uint32(0),
+		id: socketID{cookie: [2]uint32{nl.TCPDIAG_NOCOOKIE, nl.TCPDIAG_NOCOOKIE}},
+	}
+	if src.Addr().Is6() {
+		r.family = unix.AF_INET6
+	}
+	binary.BigEndian.PutUint16(r.id.sport[:], src.Port())
+	binary.BigEndian.PutUint16(r.id.dport[:], dst.Port())
+	copy(r.id.src[:], src.Addr().AsSlice())
+	copy(r.id.dst[:], dst.Addr().AsSlice())
+	return &r
+}
+
+func (c *Conn) execute(kind, flags int, r *request, each func(reply []byte) bool) error {
+	req := nl.NewNetlinkRequest(kind, flags)
+	req.Sockets = c.sockets
+	req.AddData(r)
+	return req.ExecuteIter(unix.NETLINK_INET_DIAG, 0, each)
+}
+
+// AppState looks up the socket from which src is connected to dst. An app that has closed its socket sends the same FIN
+// as an app that has only shut down its sending side. The kernel knows which of the two it was.
+func (c *Conn) AppState(src, dst netip.AddrPort) AppState {
+	state := AppUnknown
+	err := c.execute(nl.SOCK_DIAG_BY_FAMILY, 0, requestFor(src, dst), func(reply []byte) bool {
+		if m, ok := parse(reply); ok && m.inode != 0 {
+			state = AppOpen
+		} else if ok {
+			state = AppClosed
+		}
+		return true
+	})
+	if err != nil {
+		return AppUnknown
+	}
+	return state
+}
+
+func parse(reply []byte) (*message, bool) {
+	if len(reply) < int(unsafe.Sizeof(message{})) {
+		return nil, false
+	}
+	return (*message)(unsafe.Pointer(&reply[0])), true
+}
+
+// Destroy closes the listener at an address, whichever process has it (tcp_abort in net/ipv4/tcp.c). A listener that
+// does not exist is no error.
+func (c *Conn) Destroy(at netip.AddrPort) error {
+	ignore := func([]byte) bool { return true }
+	err := c.execute(nl.SOCK_DESTROY, unix.NLM_F_ACK, requestFor(at, netip.AddrPort{}), ignore)
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("SOCK_DESTROY of port %d of %s: %w", at.Port(), at.Addr(), err)
+	}
+	return nil
+}
+
+// connected are the states in which a process may still hold the socket of a connection: ESTABLISHED, FIN_WAIT1,
+// FIN_WAIT2, CLOSE_WAIT, LAST_ACK and CLOSING (net/tcp_states.h).
+const connected = 1<<1 | 1<<4 | 1<<5 | 1<<8 | 1<<9 | 1<<11
+
+// Count counts the connections to a local port, in both address families. Connections in an accept queue count too.
+func (c *Conn) Count(port uint16) (Counts, error) {
+	var sum Counts
+	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
+		r := request{family: family, protocol: unix.IPPROTO_TCP, states: connected, extensions: 1 << (diagInfo - 1)}
+		binary.BigEndian.PutUint16(r.id.sport[:], port)
+		err := c.execute(nl.SOCK_DIAG_BY_FAMILY, unix.NLM_F_DUMP, &r, func(reply []byte) bool {
+			sum.Open++
+			sum.Bytes += carried(reply)
+			return true
+		})
+		if err != nil && !errors.Is(err, nl.ErrDumpInterrupted) { // interrupted: nearly right, and for people
+			return sum, fmt.Errorf("counting connections to port %d: %w", port, err)
+		}
+	}
+	return sum, nil
+}
+
+const diagInfo = 2 // INET_DIAG_INFO, linux/inet_diag.h
+
+// carried finds the struct tcp_info in a reply, and sums up the bytes of both directions.
+func carried(reply []byte) uint64 {
+	attributes, err := nl.ParseRouteAttr(reply[min(len(reply), int(unsafe.Sizeof(message{}))):])
+	if err != nil {
+		return 0
+	}
+	for _, a := range attributes {
+		if a.Attr.Type == diagInfo {
+			var info unix.TCPInfo // a kernel may fill in less, or more
+			copy(unsafe.Slice((*byte)(unsafe.Pointer(&info)), unsafe.Sizeof(info)), a.Value)
+			return info.Bytes_acked + info.Bytes_received
+		}
+	}
+	return 0
+}

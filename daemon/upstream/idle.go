@@ -1,0 +1,73 @@
+package upstream
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// idleConn is a connection to the upstream on which nothing has been requested yet. A goroutine watches it until there
+// is something to read: the end of the connection, or an answer.
+type idleConn struct {
+	*net.TCPConn
+	asked func()        // closes used, once
+	used  chan struct{} // closed when a request was made on it and its answer is waited for
+	ended chan struct{} // closed when the watch is over: an answer, the connection's end, or its deadline
+}
+
+func newIdleConn(conn *net.TCPConn) *idleConn {
+	c := &idleConn{TCPConn: conn, used: make(chan struct{}), ended: make(chan struct{})}
+	c.asked = sync.OnceFunc(func() { close(c.used) })
+	return c
+}
+
+// watch returns when there is something to read. It only peeks: the bytes belong to the reader of the answer.
+func (c *idleConn) watch() {
+	defer close(c.ended)
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return // closed
+	}
+	_ = raw.Read(func(fd uintptr) bool {
+		_, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		return !errors.Is(err, unix.EAGAIN)
+	})
+}
+
+// Read reads the answer. It waits for the watch, which ends by itself: to cancel the watch before every request would
+// cost two switches between goroutines.
+func (c *idleConn) Read(p []byte) (int, error) {
+	c.asked()
+	<-c.ended
+	return c.TCPConn.Read(p)
+}
+
+// offer keeps conn as the idle connection until a request takes it, it ends, or ctx does. It reports whether a request
+// took it.
+func (u *Upstream) offer(ctx context.Context, conn *net.TCPConn) (used bool) {
+	c := newIdleConn(conn)
+	go c.watch() // ends with the connection, or with its first answer
+	u.swapIdle(c)
+	select {
+	case <-c.used:
+		return true
+	case <-c.ended:
+	case <-ctx.Done():
+	}
+	if u.swapIdle(nil) == nil {
+		return true // taken at the last moment
+	}
+	_ = conn.Close() // nothing was requested on it
+	<-c.ended
+	return false
+}
+
+func (u *Upstream) swapIdle(c *idleConn) (was *idleConn) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	was, u.idle = u.idle, c
+	return was
+}

@@ -1,0 +1,96 @@
+package upstream
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/pause"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+func (u *Upstream) markReady() {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.isReadyLocked() {
+		return
+	}
+	u.log.Info("upstream is there", "upstream", u.name, "late", time.Since(u.since).Round(time.Millisecond).String())
+	close(u.ready)
+	u.since, u.reason = time.Now(), ""
+}
+
+func (u *Upstream) markLate(err error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.isReadyLocked() {
+		u.log.Warn("upstream is late: connections wait", "upstream", u.name, "err", err)
+		u.ready, u.since = make(chan struct{}), time.Now()
+	}
+	u.reason = err.Error()
+}
+
+// noteAnswer records, and logs once, that the upstream answers in a way that an operator has to mend.
+func (u *Upstream) noteAnswer(err error) {
+	reason := ""
+	if errors.Is(err, ErrMisconfigured) {
+		reason = err.Error()
+	} else if err != nil {
+		return
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if !u.isReadyLocked() || u.reason == reason {
+		return
+	}
+	u.reason = reason
+	if reason != "" {
+		u.log.Error("upstream is misconfigured: connections wait until that is mended",
+			"upstream", u.name, "err", reason)
+	} else {
+		u.log.Info("upstream is no longer misconfigured", "upstream", u.name)
+	}
+}
+
+// isReadyLocked reports whether the upstream is there. The caller holds mu.
+func (u *Upstream) isReadyLocked() bool {
+	select {
+	case <-u.ready:
+		return true
+	default:
+		return false
+	}
+}
+
+// Wait returns when the upstream is there, or with the error of ctx.
+func (u *Upstream) Wait(ctx context.Context) error {
+	u.mu.Lock()
+	ready := u.ready
+	u.mu.Unlock()
+	select {
+	case <-ready:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// WaitToRetry waits before a request is made again: for d, or if the upstream is late, until it is there.
+func (u *Upstream) WaitToRetry(ctx context.Context, d time.Duration) error {
+	u.mu.Lock()
+	late := !u.isReadyLocked()
+	u.mu.Unlock()
+	if !late {
+		_ = pause.For(ctx, d) // Wait looks at ctx
+	}
+	return u.Wait(ctx)
+}
+
+// Status describes the upstream.
+func (u *Upstream) Status() attach.UpstreamStatus {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return attach.UpstreamStatus{
+		Address: u.name, Protocol: string(u.protocol), Ready: u.isReadyLocked(), Since: u.since, Reason: u.reason,
+	}
+}
