@@ -6,10 +6,7 @@ package agent
 
 import (
 	"context"
-	"errors"
 	"log/slog"
-	"os"
-	"sync"
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/endpoint"
@@ -35,20 +32,19 @@ type Upstream interface {
 // Agent is the daemon's part of the conversation with the plugin.
 type Agent struct {
 	orchestrator Orchestrator
-	events       events
-	store        attach.Store
+	events       *events
+	settler      settler
 	upstream     Upstream
 	table        *endpoint.Table
+	store        attach.Store
+	records      *recordWatch
 	returning    time.Duration
-	log          *slog.Logger
 	tenure       *handover.Tenure
+	log          *slog.Logger
 
 	// Set by Start, before other goroutines use the agent.
 	socket    *unixsock.Listener
 	evictFrom time.Time // from then on other processes may be evicted from capture ports; zero for never
-
-	mu      sync.Mutex // guards watched; no lock is taken under it
-	watched time.Time  // the state of the record directory that was read last; zero to read it again
 }
 
 // Config is the parts that an agent works with.
@@ -65,10 +61,11 @@ type Config struct {
 
 // New makes an agent.
 func New(c Config) *Agent {
+	events := &events{orchestrator: c.Orchestrator, last: map[string]string{}}
 	return &Agent{
-		orchestrator: c.Orchestrator, events: events{orchestrator: c.Orchestrator, last: map[string]string{}},
-		store: c.Store, upstream: c.Upstream, table: c.Table, returning: c.ProxyReturn, log: c.Log,
-		tenure: handover.NewTenure(),
+		orchestrator: c.Orchestrator, events: events, settler: settler{c.Orchestrator, events, c.Store, c.Log},
+		upstream: c.Upstream, table: c.Table, store: c.Store, records: &recordWatch{store: c.Store},
+		returning: c.ProxyReturn, tenure: handover.NewTenure(), log: c.Log,
 	}
 }
 
@@ -112,7 +109,7 @@ func (a *Agent) drain() {
 		select {
 		case now := <-rescan.C:
 			a.tick(now)
-			for _, r := range a.gone() {
+			for _, r := range a.table.Gone() {
 				a.table.Remove(r.ID)
 			}
 		case <-drained:
@@ -133,30 +130,4 @@ func (a *Agent) tick(now time.Time) {
 			a.orchestrator.Report(r.Pod, true, n.Reason, n.Message)
 		}
 	})
-}
-
-// gone returns the attachments whose netns does not exist any more.
-func (a *Agent) gone() []attach.Record {
-	var gone []attach.Record
-	for _, e := range a.table.All() {
-		for _, r := range e.Records() {
-			if isGone(r.Netns, e.ID) {
-				gone = append(gone, r)
-			}
-		}
-	}
-	return gone
-}
-
-// isGone compares without the cookie: while a gate is open, its netns cannot have been replaced by one with the same
-// inode.
-func isGone(path string, id attach.NetnsID) bool {
-	now, err := attach.StatNetns(path)
-	return err == nil && !now.SameFile(id) || errors.Is(err, attach.ErrNetnsGone)
-}
-
-// wasDeleted reports whether a DEL has removed the record meanwhile.
-func (a *Agent) wasDeleted(r attach.Record) bool {
-	_, err := a.store.Read(r.ID)
-	return errors.Is(err, os.ErrNotExist)
 }

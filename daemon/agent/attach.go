@@ -33,7 +33,7 @@ func (a *Agent) attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 	}
 	e := a.table.EnterFor(at.ID, id)
 	defer e.Leave()
-	d, err := a.decision(ctx, e, at, true)
+	d, err := a.settler.decision(ctx, e, at, true)
 	if errors.Is(err, optin.ErrUnknown) {
 		return a.attachProvisionally(e, at, err), nil
 	}
@@ -51,36 +51,16 @@ func (a *Agent) attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 	return d, nil
 }
 
-// decision asks the orchestrator about an attachment in e. live allows it to take the time to ask the API server.
-func (a *Agent) decision(ctx context.Context, e *endpoint.Endpoint, at attach.Attachment, live bool) (
-	attach.Decision, error,
-) {
-	var interfaces []string
-	interfaces, at.IPs = e.Neighbours(at)
-	return a.orchestrator.Decision(ctx, at, interfaces, live)
-}
-
 // attachProvisionally captures a pod whose labels are not known yet. It opens no gate, because the waiting connections
 // may have to go straight out.
 func (a *Agent) attachProvisionally(e *endpoint.Endpoint, at attach.Attachment, err error) attach.Decision {
 	a.log.Warn("attachment is provisional: its connections wait until the pod's labels are known",
 		"attachment", at.String(), "err", err)
 	e.Add(attach.Record{Attachment: at, NetnsID: e.ID, State: attach.Provisional})
-	a.rescan()
+	a.records.rescan()
 	r := ruleset.Provisional(at.IfName)
 	r.Interfaces, _ = e.Neighbours(at)
 	return attach.Decision{Capture: true, Provisional: true, Ruleset: &r, Reason: err.Error()}
-}
-
-// stateOf is the state of an attachment with that decision.
-func stateOf(d attach.Decision) attach.State {
-	switch {
-	case d.Provisional:
-		return attach.Provisional
-	case d.Capture:
-		return attach.Captured
-	}
-	return attach.Passed
 }
 
 // Detach forgets an attachment and removes its record. An unknown attachment is no error.

@@ -30,7 +30,7 @@ func (a *Agent) enrol(ctx context.Context) {
 		case p.Facts.Upstream:
 			a.events.report(p.Pod, true, reasonNotCaptured,
 				"the pod runs the upstream: its connections would come back to it")
-		case !a.isAttached(p.Pod):
+		case !a.table.HasPod(p.Pod):
 			missing = append(missing, p)
 		}
 	}
@@ -49,17 +49,6 @@ func (a *Agent) enrol(ctx context.Context) {
 	}
 }
 
-func (a *Agent) isAttached(pod attach.Pod) bool {
-	for _, e := range a.table.All() {
-		for _, r := range e.Records() {
-			if r.Pod.Namespace == pod.Namespace && r.Pod.Name == pod.Name {
-				return true
-			}
-		}
-	}
-	return false
-}
-
 func (a *Agent) enrolOne(ctx context.Context, at attach.Attachment) error {
 	id, err := attach.IdentifyNetns(at.Netns)
 	if err != nil {
@@ -75,7 +64,7 @@ func (a *Agent) enrolOne(ctx context.Context, at attach.Attachment) error {
 		return err
 	}
 	e.Add(r)
-	return a.settle(ctx, e, r)
+	return a.settler.settle(ctx, e, r)
 }
 
 // findNetns finds the netns of pods by their addresses.

@@ -18,9 +18,6 @@ const (
 	everything scope = true  // and its rules are brought in line with the orchestrator
 )
 
-// leftoverAge is the age at which a temporary file of the record directory is taken for one that a killed writer left.
-const leftoverAge = time.Minute
-
 // Reconcile reads new records, settles provisional ones, and removes the attachments whose netns is gone.
 func (a *Agent) Reconcile(ctx context.Context) {
 	a.yieldIfReplaced() // first: nothing is to be taken from the other daemon
@@ -31,67 +28,42 @@ func (a *Agent) Reconcile(ctx context.Context) {
 }
 
 func (a *Agent) reconcile(ctx context.Context, s scope) {
-	a.removeGone()
+	err := a.removeGone()
 	a.closeUnused(ctx)
-	a.mu.Lock()
-	watched := a.watched
-	a.mu.Unlock()
-	changed, err := a.store.Changed(watched)
-	if err != nil || changed.Equal(watched) {
-		a.logRecords(err)
-		return
+	records, rerr := a.records.read()
+	if err := errors.Join(err, rerr); err != nil {
+		a.log.Error("attachment records cannot be kept", "err", err)
 	}
-	records, err := a.store.List()
-	a.logRecords(err)
-	a.mu.Lock()
-	a.watched = changed // before the records are acted upon: records written meanwhile are for the next time
-	a.mu.Unlock()
 	for _, r := range records {
 		err := a.takeUp(ctx, r, s)
 		a.recordTrouble(r, err)
 		if err != nil {
-			a.rescan()
+			a.records.rescan()
 		}
 	}
-	a.logRecords(a.store.Sweep(leftoverAge))
-}
-
-// rescan makes the next Reconcile read the records again.
-func (a *Agent) rescan() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.watched = time.Time{}
 }
 
 // recordTrouble records, and logs once, why an attachment is not in line.
 func (a *Agent) recordTrouble(r attach.Record, err error) {
 	e := a.table.Get(r.NetnsID)
-	if e == nil {
-		a.logRecords(err)
-		return
-	}
-	switch news := e.SetTrouble(err); {
-	case !news:
+	switch {
+	case e != nil && !e.SetTrouble(err): // no news
 	case err != nil:
 		a.log.Error("attachment cannot be settled yet; trying again", "attachment", r.String(), "err", err)
-	default:
+	case e != nil:
 		a.log.Info("attachment is settled at last", "attachment", r.String())
 	}
 }
 
-func (a *Agent) logRecords(err error) {
-	if err != nil {
-		a.log.Error("attachment records cannot be kept", "err", err)
-	}
-}
-
 // removeGone makes up for a DEL that never came.
-func (a *Agent) removeGone() {
-	for _, r := range a.gone() {
+func (a *Agent) removeGone() error {
+	var errs []error
+	for _, r := range a.table.Gone() {
 		a.log.Warn("netns has gone without a DEL", "attachment", r.String(), "netns", r.Netns)
 		a.forget(r.ID)
-		a.logRecords(a.store.Remove(r.ID))
+		errs = append(errs, a.store.Remove(r.ID))
 	}
+	return errors.Join(errs...)
 }
 
 // takeUp brings an endpoint in line with a record that the plugin or an earlier daemon wrote.
@@ -110,7 +82,7 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record, s scope) error {
 	}
 	e := a.table.EnterFor(r.ID, r.NetnsID)
 	defer e.Leave()
-	if a.wasDeleted(r) {
+	if a.settler.wasDeleted(r) {
 		return nil
 	}
 	e.Add(r) // the record may say more than the attachment did
@@ -122,7 +94,7 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record, s scope) error {
 	if s == gatesOnly && r.State != attach.Provisional {
 		return nil
 	}
-	return a.settle(ctx, e, r)
+	return a.settler.settle(ctx, e, r)
 }
 
 // reopen opens the gate of a pod that was captured before. After a grace period it evicts another process that holds
@@ -169,25 +141,22 @@ func (a *Agent) reconsider(ctx context.Context, r attach.Record) error {
 	if !ok || now.State != attach.Passed && now.Installed == nil {
 		return nil // gone, or the plugin has yet to record its rules; Reconcile will read that record
 	}
-	return a.settle(ctx, e, now)
+	return a.settler.settle(ctx, e, now)
 }
 
 // closeUnused removes the rules and gates of captures that have ended, once the last connection has ended too. Of
 // inbound captures it closes the listeners once no connection waits in them.
 func (a *Agent) closeUnused(ctx context.Context) {
 	for _, e := range a.table.All() {
-		a.closeIfUnused(ctx, a.table.Enter(e.ID))
+		e := a.table.Enter(e.ID)
+		if e.Unused() {
+			for _, r := range e.Records() {
+				a.recordTrouble(r, a.settler.removeRules(ctx, e, r))
+			}
+			e.Shut()
+		} else if err := e.Narrow(); err != nil {
+			a.log.Error("inbound listeners cannot be closed yet", "netnsID", e.ID.String(), "err", err)
+		}
+		e.Leave()
 	}
-}
-
-func (a *Agent) closeIfUnused(ctx context.Context, e *endpoint.Endpoint) {
-	defer e.Leave()
-	if !e.Unused() {
-		a.logRecords(e.Narrow())
-		return
-	}
-	for _, r := range e.Records() {
-		a.recordTrouble(r, a.removeRules(ctx, e, r))
-	}
-	e.Shut()
 }

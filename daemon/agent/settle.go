@@ -6,7 +6,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
+	"os"
 
 	"github.com/sluice-cni/sluice/daemon/conntrack"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
@@ -15,19 +17,36 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
+// settler brings single attachments in line with the orchestrator's decisions.
+type settler struct {
+	orchestrator Orchestrator
+	events       *events
+	store        attach.Store
+	log          *slog.Logger
+}
+
+// decision asks the orchestrator about an attachment in e. live allows it to take the time to ask the API server.
+func (s *settler) decision(ctx context.Context, e *endpoint.Endpoint, at attach.Attachment, live bool) (
+	attach.Decision, error,
+) {
+	var interfaces []string
+	interfaces, at.IPs = e.Neighbours(at)
+	return s.orchestrator.Decision(ctx, at, interfaces, live)
+}
+
 // settle brings an attachment in line with the orchestrator's decision of now, as far as that is known. The caller has
 // entered e.
-func (a *Agent) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Record) error {
+func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Record) error {
 	if r.State != attach.Passed && r.Installed == nil {
 		return errors.New("its record has no ruleset")
 	}
-	d, err := a.decision(ctx, e, r.Attachment, false)
+	d, err := s.decision(ctx, e, r.Attachment, false)
 	switch {
 	case errors.Is(err, optin.ErrUnknown) && r.State != attach.Provisional:
 		return nil
 	case err != nil:
 		if !errors.Is(err, optin.ErrUnknown) {
-			a.events.report(r.Pod, true, reasonRefused, fmt.Sprintf("the pod stays %s: %s", r.State, err))
+			s.events.report(r.Pod, true, reasonRefused, fmt.Sprintf("the pod stays %s: %s", r.State, err))
 		}
 		return fmt.Errorf("it stays %s: %w", r.State, err)
 	}
@@ -38,7 +57,7 @@ func (a *Agent) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Recor
 	previous := r.State
 	switch {
 	case d.Capture:
-		err = a.capture(ctx, e, &r, *d.Ruleset)
+		err = s.capture(ctx, e, &r, *d.Ruleset)
 	case previous == attach.Captured:
 		err = stopCapturing(ctx, &r)
 	default:
@@ -48,17 +67,28 @@ func (a *Agent) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Recor
 		return err
 	}
 	r.State = stateOf(d)
-	a.log.Info("attachment settled", "attachment", r.String(), "previousState", string(previous),
+	s.log.Info("attachment settled", "attachment", r.String(), "previousState", string(previous),
 		"state", string(r.State), "reason", d.Reason)
-	if a.wasDeleted(r) {
+	if s.wasDeleted(r) {
 		return nil
 	}
 	e.Add(r)
-	a.events.changed(r.Pod, previous, d)
-	if err := a.store.Write(r); err != nil || r.Installed == nil {
+	s.events.changed(r.Pod, previous, d)
+	if err := s.store.Write(r); err != nil || r.Installed == nil {
 		return err
 	}
-	return a.store.Share(r.ID, r.NetnsID, r.Installed)
+	return s.store.Share(r.ID, r.NetnsID, r.Installed)
+}
+
+// stateOf is the state of an attachment with that decision.
+func stateOf(d attach.Decision) attach.State {
+	switch {
+	case d.Provisional:
+		return attach.Provisional
+	case d.Capture:
+		return attach.Captured
+	}
+	return attach.Passed
 }
 
 // isSettled reports whether r already is as d wants it, with rules of this version.
@@ -78,7 +108,7 @@ func equal(x, y ruleset.Ruleset) bool {
 // connection to it. A provisional pod has connections that wait at the SYN gate, and each of them must go where it
 // would have gone with the daemon there from the start. So the order matters: the rules let excluded destinations go,
 // then conntrack forgets where the waiting SYNs were redirected, and only then does the gate open.
-func (a *Agent) capture(ctx context.Context, e *endpoint.Endpoint, r *attach.Record, want ruleset.Ruleset) error {
+func (s *settler) capture(ctx context.Context, e *endpoint.Endpoint, r *attach.Record, want ruleset.Ruleset) error {
 	if r.State != attach.Provisional {
 		if err := e.Open(r.Attachment, want); err != nil {
 			return err
@@ -95,7 +125,7 @@ func (a *Agent) capture(ctx context.Context, e *endpoint.Endpoint, r *attach.Rec
 	r.Installed = &in
 	if err := ruleset.Patience(r.Netns, true); err != nil {
 		// In a container /proc/sys is read-only. For most pods the plugin, which runs on the host, has done it.
-		a.log.Debug("SYN patience cannot be set: the pod gives up sooner while sluiced is late",
+		s.log.Debug("SYN patience cannot be set: the pod gives up sooner while sluiced is late",
 			"attachment", r.String(), "err", err)
 	}
 	if err := conntrack.ForgetUnanswered(r.Netns); err != nil {
@@ -133,7 +163,7 @@ func release(ctx context.Context, r *attach.Record) error {
 }
 
 // removeRules removes the rules of an attachment that no connection needs any more.
-func (a *Agent) removeRules(ctx context.Context, e *endpoint.Endpoint, r attach.Record) error {
+func (s *settler) removeRules(ctx context.Context, e *endpoint.Endpoint, r attach.Record) error {
 	if r.Installed == nil {
 		return nil
 	}
@@ -142,8 +172,14 @@ func (a *Agent) removeRules(ctx context.Context, e *endpoint.Endpoint, r attach.
 	}
 	r.Installed = nil
 	e.Add(r)
-	if a.wasDeleted(r) {
+	if s.wasDeleted(r) {
 		return nil
 	}
-	return a.store.Write(r)
+	return s.store.Write(r)
+}
+
+// wasDeleted reports whether a DEL has removed the record meanwhile.
+func (s *settler) wasDeleted(r attach.Record) bool {
+	_, err := s.store.Read(r.ID)
+	return errors.Is(err, os.ErrNotExist)
 }

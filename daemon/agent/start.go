@@ -92,7 +92,7 @@ func (a *Agent) Succeeded() <-chan struct{} { return a.tenure.Succeeded() }
 func (a *Agent) Returned(netns string, files []*os.File) {
 	err := a.tenure.Do(func() error {
 		if a.table.Return(netns, files) {
-			a.rescan() // opens the gate with them
+			a.records.rescan() // opens the gate with them
 		}
 		return nil
 	})

@@ -53,24 +53,20 @@ type Endpoint struct {
 
 	table    *Table
 	changing sync.Mutex // see the package comment
-	accepted late.Accepted
-	joined   splice.Set
-	lateness lateness // guarded by changing
+	lateness lateness   // guarded by changing
+	service  *service   // the gate, as it is served; has a lock of its own
 
 	mu          sync.Mutex // guards the fields below
 	attachments map[attach.ID]attach.Record
-	gate        *gate.Gate // nil if not captured, or if the gate could not be opened
-	acceptor    Acceptor   // nil until the first gate
-	direct      *direct.Carrier
-	ctx         context.Context         // of the connections that came through the gate
-	stop        context.CancelFunc      // ends ctx
-	refuse      context.CancelCauseFunc // ends accepting
-	trouble     string                  // why the endpoint is not as its records say
-	policy      attach.Late             // for connections that wait for the upstream
+	trouble     string      // why the endpoint is not as its records say
+	policy      attach.Late // for connections that wait for the upstream
 }
 
 func newEndpoint(t *Table, id attach.NetnsID) *Endpoint {
-	return &Endpoint{ID: id, table: t, attachments: map[attach.ID]attach.Record{}}
+	s := &service{table: t, id: id}
+	return &Endpoint{
+		ID: id, table: t, service: s, lateness: lateness{service: s}, attachments: map[attach.ID]attach.Record{},
+	}
 }
 
 // Leave lets others enter the endpoint, and drops it if nothing is attached to it.
@@ -166,19 +162,15 @@ func (e *Endpoint) SetTrouble(err error) (news bool) {
 
 // InLine reports whether r is the record that e has, and the gate is as r needs it.
 func (e *Endpoint) InLine(r attach.Record) bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	known, ok := e.attachments[r.ID]
+	known, ok := e.Record(r.ID)
 	return ok && r.State != attach.Provisional && known.State == r.State &&
-		(known.Installed != nil) == (r.Installed != nil) && (e.gate != nil || r.State != attach.Captured)
+		(known.Installed != nil) == (r.Installed != nil) && (e.service.current() != nil || r.State != attach.Captured)
 }
 
 // lacksGate reports whether e is captured and has no gate.
 func (e *Endpoint) lacksGate() bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
 	captured := func(r attach.Record) bool { return r.State == attach.Captured }
-	return e.gate == nil && slices.ContainsFunc(slices.Collect(maps.Values(e.attachments)), captured)
+	return e.service.current() == nil && slices.ContainsFunc(e.Records(), captured)
 }
 
 // Unused reports whether capture has ended in e, something of it is left, and no connection needs that any more.
@@ -205,7 +197,7 @@ func (e *Endpoint) Reopen(at attach.Attachment, r ruleset.Ruleset, evict bool) (
 	if !evict || !errors.Is(err, unix.EADDRINUSE) {
 		return false, err
 	}
-	g := e.currentGate()
+	g := e.service.current()
 	if g == nil {
 		g = &gate.Gate{}
 	}
@@ -221,7 +213,7 @@ func (e *Endpoint) Open(at attach.Attachment, r ruleset.Ruleset) error {
 	if len(inbound) == 0 && len(r.InboundPorts) > 0 {
 		return errors.New("the pod's addresses are not known, so inbound connections cannot be captured")
 	}
-	was := e.currentGate()
+	was := e.service.current()
 	g, err := was, error(nil)
 	if g == nil {
 		g, err = e.newGate(at.Netns)
@@ -242,10 +234,7 @@ func (e *Endpoint) Open(at attach.Attachment, r ruleset.Ruleset) error {
 	if wide == was {
 		return nil
 	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.prepareLocked(at)
-	return e.serveLocked(wide)
+	return e.service.serve(at, wide)
 }
 
 // inboundAddresses are the addresses at which the gate listens for inbound connections.
@@ -265,21 +254,15 @@ func (e *Endpoint) newGate(path string) (*gate.Gate, error) {
 	return gate.Open(path)
 }
 
-func (e *Endpoint) currentGate() *gate.Gate {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.gate
-}
-
 // Shut closes the gate for every process that holds it, and resets the connections that came through it.
 func (e *Endpoint) Shut() {
-	e.endConnections() // first: its cause tells the acceptor that no other process goes on with the gate
-	if g := e.currentGate(); g != nil {
+	e.service.end() // first: its cause tells the acceptor that no other process goes on with the gate
+	if g := e.service.current(); g != nil {
 		if err := g.Shut(); err != nil {
 			e.table.log.Error("shutting a gate failed", "netnsID", e.ID.String(), "err", err)
 		}
 	}
-	e.release()
+	e.service.release()
 	if err := gate.Discard(e.table.takeInherited(e.ID)); err != nil {
 		e.table.log.Error("shutting inherited listeners failed", "netnsID", e.ID.String(), "err", err)
 	}
@@ -287,19 +270,10 @@ func (e *Endpoint) Shut() {
 
 // Narrow closes the inbound listeners if no rule leads to them any more and no connection waits in them.
 func (e *Endpoint) Narrow() error {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.gate == nil {
-		return nil
-	}
-	for _, r := range e.attachments {
+	for _, r := range e.Records() {
 		if r.Installed == nil || len(r.Installed.Ruleset.InboundPorts) > 0 {
 			return nil
 		}
 	}
-	narrow, err := e.gate.Narrow()
-	if narrow != e.gate {
-		err = errors.Join(err, e.serveLocked(narrow))
-	}
-	return err
+	return e.service.narrow()
 }

@@ -22,9 +22,11 @@ const (
 // Notice is a warning for the pods of an endpoint. Each reason is given once for each time that the upstream is late.
 type Notice struct{ Reason, Message string }
 
-// lateness describes the connections that wait while the upstream is late. Its zero value stands for an upstream that
-// is not late.
+// lateness ends waits of one endpoint's connections, and describes them while the upstream is late.
 type lateness struct {
+	service *service
+
+	// The zero values of these stand for an upstream that is not late.
 	since  time.Time // since when connections wait; zero while none does
 	queued late.Queued
 	given  map[string]bool // reasons of which a notice was given
@@ -37,104 +39,104 @@ func (t *Table) Tick(now time.Time, up attach.UpstreamStatus, notify func(*Endpo
 		if !e.changing.TryLock() {
 			continue // another goroutine has entered it, perhaps for seconds
 		}
-		for _, n := range e.tick(now, up) {
-			if !e.lateness.given[n.Reason] {
-				if e.lateness.given == nil {
-					e.lateness.given = map[string]bool{}
-				}
-				e.lateness.given[n.Reason] = true
+		for _, n := range e.lateness.tick(e.snapshot(attach.Record{}), now, up) {
+			if e.lateness.isNew(n) {
 				notify(e, n)
 			}
 		}
-		if up.Reason == "" {
-			e.lateness = lateness{}
+		if up.Reason == "" { // neither late nor misconfigured
+			e.lateness = lateness{service: e.service}
 		}
 		e.changing.Unlock()
 	}
 }
 
-func (e *Endpoint) tick(now time.Time, up attach.UpstreamStatus) []Notice {
-	notices := e.directNotices()
-	if up.Reason == "" { // neither late nor misconfigured
+// isNew reports whether no notice was given for that reason since the upstream is late.
+func (l *lateness) isNew(n Notice) bool {
+	if l.given[n.Reason] {
+		return false
+	}
+	if l.given == nil {
+		l.given = map[string]bool{}
+	}
+	l.given[n.Reason] = true
+	return true
+}
+
+func (l *lateness) tick(s Snapshot, now time.Time, up attach.UpstreamStatus) []Notice {
+	notices := l.directNotices()
+	if up.Reason == "" {
 		return notices
 	}
-	s, policy := e.snapshot(attach.Record{}), e.currentPolicy()
 	waiting, err := s.waiting()
 	switch {
 	case err != nil || waiting == 0: // the status shows the error
-		e.lateness.since = time.Time{}
-	case e.lateness.since.IsZero():
-		e.lateness.since = now
-	case now.Sub(e.lateness.since) >= longWait:
+		l.since = time.Time{}
+	case l.since.IsZero():
+		l.since = now
+	case now.Sub(l.since) >= longWait:
 		notices = append(notices, Notice{
 			ReasonWaiting, fmt.Sprintf("connections wait for the upstream %s: %s", up.Address, up.Reason),
 		})
 	}
-	if s.acceptor == nil || policy.Timeout == 0 {
-		e.lateness.queued.Reset()
+	if s.acceptor == nil || s.policy.Timeout == 0 {
+		l.queued.Reset()
 		return notices
 	}
-	count := e.expire(s.gate, policy, now, up)
-	if count == 0 || policy.Policy == attach.Direct { // directNotices tells of those
+	count := l.expire(s, now, up)
+	if count == 0 || s.policy.Policy == attach.Direct { // directNotices tells of those
 		return notices
 	}
-	return append(notices, e.noticeReset(count, fmt.Sprintf(
+	return append(notices, l.noticeReset(count, fmt.Sprintf(
 		"connections were reset: they had waited for the upstream %s for more than %s: %s",
-		up.Address, policy.Timeout, up.Reason)))
+		up.Address, s.policy.Timeout, up.Reason)))
 }
 
-func (e *Endpoint) currentPolicy() attach.Late {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.policy
-}
-
-// expire ends the wait of the connections that have waited for longer than the timeout, in the accept queues of g and
-// for the upstream's answer, and counts them.
-func (e *Endpoint) expire(g *gate.Gate, policy attach.Late, now time.Time, up attach.UpstreamStatus) int {
-	e.mu.Lock()
-	ctx, carrier := e.ctx, e.direct
-	e.mu.Unlock()
+// expire ends the wait of the connections that have waited for longer than the timeout, in the accept queues and for
+// the upstream's answer, and counts them.
+func (l *lateness) expire(s Snapshot, now time.Time, up attach.UpstreamStatus) int {
+	ctx, carrier := l.service.connections()
 	if ctx == nil {
 		return 0
 	}
 	cause, expireQueued := late.ErrExpired, (*gate.Listener).Refuse
-	if policy.Policy == attach.Direct {
+	if s.policy.Policy == attach.Direct {
 		cause = late.ErrDirect
-		expireQueued = func(l *gate.Listener) (bool, error) { return carrier.AcceptOne(ctx, &e.table.serving, g, l) }
+		expireQueued = func(from *gate.Listener) (bool, error) {
+			return carrier.AcceptOne(ctx, &l.service.table.serving, s.gate, from)
+		}
 	}
-	count := e.accepted.Expire(policy.Timeout, !up.Ready, cause)
-	if g != nil {
-		count += e.lateness.queued.Tick(g, now, policy.Timeout, expireQueued)
+	count := s.accepted.Expire(s.policy.Timeout, !up.Ready, cause)
+	if s.gate != nil {
+		count += l.queued.Tick(s.gate, now, s.policy.Timeout, expireQueued)
 	}
 	return count
 }
 
 // directNotices counts the connections that went direct since the last tick, and says so loudly.
-func (e *Endpoint) directNotices() (notices []Notice) {
-	e.mu.Lock()
-	carrier := e.direct
-	e.mu.Unlock()
+func (l *lateness) directNotices() (notices []Notice) {
+	_, carrier := l.service.connections()
 	if carrier == nil {
 		return nil
 	}
-	results := carrier.Take()
+	results, table := carrier.Take(), l.service.table
 	if results.Direct > 0 {
-		e.table.direct.Add(uint64(results.Direct))
-		e.table.log.Warn("connections went direct, without the upstream: they had waited for it for too long",
-			"netnsID", e.ID.String(), "count", results.Direct)
+		table.direct.Add(uint64(results.Direct))
+		table.log.Warn("connections went direct, without the upstream: they had waited for it for too long",
+			"netnsID", l.service.id.String(), "count", results.Direct)
 		notices = append(notices, Notice{ReasonDirect, "connections went to their destinations WITHOUT the upstream: " +
 			"they had waited for it for too long"})
 	}
 	if results.NotExempt > 0 {
-		notices = append(notices, e.noticeReset(results.NotExempt, fmt.Sprintf("connections were reset: "+
+		notices = append(notices, l.noticeReset(results.NotExempt, fmt.Sprintf("connections were reset: "+
 			"they had waited for the upstream for too long, and could not go direct: %s", results.Err)))
 	}
 	return notices
 }
 
-func (e *Endpoint) noticeReset(count int, message string) Notice {
-	e.table.expired.Add(uint64(count))
-	e.table.log.Warn("waiting connections were reset", "netnsID", e.ID.String(), "count", count, "reason", message)
+func (l *lateness) noticeReset(count int, message string) Notice {
+	table := l.service.table
+	table.expired.Add(uint64(count))
+	table.log.Warn("waiting connections were reset", "netnsID", l.service.id.String(), "count", count, "reason", message)
 	return Notice{ReasonReset, message}
 }

@@ -35,8 +35,12 @@ func (t *Table) Snapshots() []Snapshot {
 
 func (e *Endpoint) snapshot(r attach.Record) Snapshot {
 	e.mu.Lock()
-	defer e.mu.Unlock()
-	return Snapshot{r, e.policy, e.trouble, e.gate, e.acceptor, &e.accepted}
+	snapshot := Snapshot{record: r, policy: e.policy, trouble: e.trouble, accepted: &e.service.accepted}
+	e.mu.Unlock()
+	e.service.mu.Lock()
+	defer e.service.mu.Unlock()
+	snapshot.gate, snapshot.acceptor = e.service.gate, e.service.acceptor
+	return snapshot
 }
 
 // Status describes every attachment, sorted by pod.

@@ -1,18 +1,19 @@
 // Package endpoint has the network namespaces in which pods are attached. An [Endpoint] is one netns: its attachments,
 // its gate, the acceptor that serves the gate, and the connections that wait there. The [Table] has all of them.
 //
-// Three locks, taken in this order:
+// The locks, in the order in which they are taken:
 //
 //   - Endpoint.changing is held by the one goroutine that decides about an endpoint or changes it, from Enter to Leave.
 //     It may be held for seconds, while the API server is asked or rules are applied.
 //   - Table.mu guards the table's maps.
-//   - Endpoint.mu guards the fields of one endpoint, for readers that have not entered it.
+//   - Endpoint.mu guards the records of one endpoint, and service.mu its gate, for readers that have not entered it.
 //
-// The last two are held for moments: nothing is done under them that waits for the network, the disk, another process
+// All but the first are held for moments: nothing is done under them that waits for the network, the disk, another process
 // or a pod. A function whose name ends in Locked expects its caller to hold mu.
 package endpoint
 
 import (
+	"errors"
 	"log/slog"
 	"maps"
 	"os"
@@ -109,6 +110,38 @@ func (t *Table) Find(id attach.ID) *Endpoint {
 	return nil
 }
 
+// Gone returns the attachments whose netns does not exist any more.
+func (t *Table) Gone() []attach.Record {
+	var gone []attach.Record
+	for _, e := range t.All() {
+		for _, r := range e.Records() {
+			if isGone(r.Netns, e.ID) {
+				gone = append(gone, r)
+			}
+		}
+	}
+	return gone
+}
+
+// isGone compares without the cookie: while a gate is open, its netns cannot have been replaced by one with the same
+// inode.
+func isGone(path string, id attach.NetnsID) bool {
+	now, err := attach.StatNetns(path)
+	return err == nil && !now.SameFile(id) || errors.Is(err, attach.ErrNetnsGone)
+}
+
+// HasPod reports whether a pod of that name is attached.
+func (t *Table) HasPod(pod attach.Pod) bool {
+	for _, e := range t.All() {
+		for _, r := range e.Records() {
+			if r.Pod.Namespace == pod.Namespace && r.Pod.Name == pod.Name {
+				return true
+			}
+		}
+	}
+	return false
+}
+
 // Remove forgets an attachment, and shuts the gate of its netns if it was the last one there.
 func (t *Table) Remove(id attach.ID) (attach.Record, bool) {
 	e := t.Find(id)
@@ -185,7 +218,7 @@ func (t *Table) takeInherited(id attach.NetnsID) []*os.File {
 // until Release or Resume.
 func (t *Table) Offer(send func(attach.NetnsID, []*os.File) error) error {
 	for _, e := range t.All() {
-		files, err := e.pause()
+		files, err := e.service.pause()
 		if err == nil && files != nil {
 			err = send(e.ID, files)
 		}
@@ -199,7 +232,7 @@ func (t *Table) Offer(send func(attach.NetnsID, []*os.File) error) error {
 // Resume accepts again after an Offer that did not lead to a hand-over.
 func (t *Table) Resume() {
 	for _, e := range t.All() {
-		if err := e.resume(); err != nil {
+		if err := e.service.resume(); err != nil {
 			t.log.Error("accepting cannot be resumed", "netnsID", e.ID.String(), "err", err)
 		}
 	}
@@ -209,7 +242,7 @@ func (t *Table) Resume() {
 // through the gates go on.
 func (t *Table) Release() {
 	for _, e := range t.All() {
-		e.release()
+		e.service.release()
 	}
 	t.DropInherited()
 }
@@ -217,7 +250,7 @@ func (t *Table) Release() {
 // End resets every connection that came through a gate, and returns when all have ended. Release comes first.
 func (t *Table) End() {
 	for _, e := range t.All() {
-		e.endConnections()
+		e.service.end()
 	}
 	t.serving.Wait()
 }

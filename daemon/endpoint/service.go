@@ -1,0 +1,139 @@
+package endpoint
+
+import (
+	"context"
+	"errors"
+	"os"
+	"sync"
+
+	"github.com/sluice-cni/sluice/daemon/direct"
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/late"
+	"github.com/sluice-cni/sluice/daemon/splice"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// service has one endpoint's gate served by an acceptor.
+type service struct {
+	table    *Table
+	id       attach.NetnsID
+	accepted late.Accepted // connections that wait for the upstream's answer
+	joined   splice.Set    // connections that are carried in this process
+
+	mu       sync.Mutex      // guards the fields below
+	gate     *gate.Gate      // nil if not captured, or if the gate could not be opened
+	acceptor Acceptor        // nil until the first gate
+	direct   *direct.Carrier // nil until the first gate
+	ctx      context.Context // of the connections that came through the gate
+	stop     context.CancelFunc
+	refuse   context.CancelCauseFunc // ends accepting
+}
+
+// current returns the gate, or nil.
+func (s *service) current() *gate.Gate {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.gate
+}
+
+// serve begins to accept at g, which replaces the current gate, if any. The connections of that go on. The first call
+// makes the acceptor, for the pod of at.
+func (s *service) serve(at attach.Attachment, g *gate.Gate) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.acceptor == nil {
+		s.direct = direct.NewCarrier(&s.joined, s.table.log.With("pod", at.Pod.String()))
+		s.acceptor = s.table.accept(Served{
+			Netns: s.id, Pod: at.Pod, IPs: at.IPs, Accepted: &s.accepted, Joined: &s.joined, Direct: s.direct,
+		})
+	}
+	return s.serveLocked(g)
+}
+
+func (s *service) serveLocked(g *gate.Gate) error {
+	if s.gate != nil {
+		s.refuse(ErrHandedOver)
+		if err := errors.Join(g.Pause(), g.Resume()); err != nil { // ends accepting at the listeners that both have
+			return err
+		}
+	}
+	if s.ctx == nil {
+		s.ctx, s.stop = context.WithCancel(context.Background())
+	}
+	s.gate = g
+	accepting, refuse := context.WithCancelCause(s.ctx)
+	s.refuse = refuse
+	ctx, acceptor := s.ctx, s.acceptor
+	s.table.serving.Go(func() { acceptor.Serve(ctx, accepting, g) })
+	return nil
+}
+
+// narrow closes the inbound listeners, unless connections wait in them.
+func (s *service) narrow() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.gate == nil {
+		return nil
+	}
+	narrow, err := s.gate.Narrow()
+	if narrow != s.gate {
+		err = errors.Join(err, s.serveLocked(narrow))
+	}
+	return err
+}
+
+// pause stops accepting, and returns the listeners, or nil without a gate.
+func (s *service) pause() ([]*os.File, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.gate == nil {
+		return nil, nil
+	}
+	s.refuse(ErrHandedOver)
+	return s.gate.Files(), s.gate.Pause()
+}
+
+// resume undoes pause.
+func (s *service) resume() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.gate == nil {
+		return nil
+	}
+	return s.serveLocked(s.gate)
+}
+
+// release closes this process's listeners.
+func (s *service) release() {
+	s.mu.Lock()
+	g := s.gate
+	s.gate = nil
+	if s.refuse != nil {
+		s.refuse(ErrHandedOver)
+	}
+	s.mu.Unlock()
+	if g == nil {
+		return
+	}
+	if err := g.Close(); err != nil {
+		s.table.log.Error("closing a gate failed", "netnsID", s.id.String(), "err", err)
+	}
+}
+
+// end resets the connections that came through the gate.
+func (s *service) end() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.stop != nil {
+		s.stop()
+		s.ctx, s.stop = nil, nil
+	}
+}
+
+// connections returns the context of the connections that came through the gate, or nil, and the carrier of those that
+// go direct.
+func (s *service) connections() (context.Context, *direct.Carrier) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.ctx, s.direct
+}
