@@ -1,4 +1,4 @@
-# Both binaries, static. The plugin is copied to the node from here; the daemon runs here.
+# The image contains both binaries, statically linked. The daemon runs from it, and copies the plugin to the node.
 FROM golang:1.26 AS build
 WORKDIR /src
 COPY go.mod go.sum ./
@@ -9,8 +9,8 @@ ARG VERSION=dev
 RUN CGO_ENABLED=0 go build -trimpath -ldflags "-s -w -X main.gitVersion=${VERSION}" -o /out/sluice ./plugin && \
     CGO_ENABLED=0 go build -trimpath -ldflags "-s -w -X main.gitVersion=${VERSION}" -o /out/sluiced ./daemon
 
-# The daemon sets the rules of pods that were added while it was down, and has to use the variant of iptables that
-# the plugin used on the node: Debian's package has both, legacy and nft, and is the one that is tested.
+# The daemon installs the rules of pods that were added while it was down. It must use the iptables variant that the
+# plugin used on the node. Debian's package contains both variants, legacy and nft, and the tests run with it.
 FROM debian:12-slim
 RUN apt-get update && \
     apt-get install --yes --no-install-recommends iptables && \

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Prints the manifests of the example mitmproxy for `kubectl apply -f`, with the addon in them.
+# Prints the manifests of the example mitmproxy for `kubectl apply -f`, with the addon sluice.py in a ConfigMap.
 set -euo pipefail
 cd "$(dirname "$0")"
 cat <<'END'
-# Made from daemonset.yaml and sluice.py by `make manifests`: change it there.
+# Generated from daemonset.yaml and sluice.py by `make manifests`. Change those files, not this one.
 END
 cat daemonset.yaml
 cat <<'END'

@@ -1,16 +1,21 @@
-"""sluice, for mitmproxy: accept the connections of pods in their own network namespaces.
+"""sluice for mitmproxy: accepts the connections of captured pods in their own network namespaces.
 
     mitmdump -s sluice.py
 
-In any mode, for those who use mitmproxy explicitly; add `--set server=false` if nobody does. sluiced, with `upstream.protocol: sockets`, hands over the sockets that listen in the netns of each captured pod. This
-addon accepts on them. There is no relay between the pod and mitmproxy, which sees the pod's own address, and
-while mitmproxy is not there connections wait in the kernel. With the protocol `connect`, where sluiced relays, the
-same addon takes from its CONNECT requests which pod it is.
+With `upstream.protocol: sockets`, sluiced hands over the sockets that listen in the netns of each captured pod.
+This addon accepts connections on them. There is no relay between the pod and mitmproxy, and mitmproxy sees the
+pod's own address. While mitmproxy does not run, connections wait in the kernel.
 
-Flows say which pod they come from, in their comment (`~comment ci/`) and in their metadata (`~meta ci/`):
-sluice.pod, sluice.namespace, sluice.name, sluice.uid, sluice.node, sluice.direction, sluice.labels.
+With `upstream.protocol: connect`, sluiced relays, and this addon reads the pod's name from the headers of sluiced's
+CONNECT requests.
 
-Needs nothing but mitmproxy 8.1 or later. docs/proxies.md in the repository of sluice describes the protocol.
+The mode of mitmproxy's own server does not matter: it is for clients that use mitmproxy explicitly. Without such
+clients, add `--set server=false`.
+
+Flows name their pod in their comment (`~comment ci/`) and in their metadata (`~meta ci/`): sluice.pod,
+sluice.namespace, sluice.name, sluice.uid, sluice.node, sluice.direction, sluice.labels.
+
+Needs mitmproxy 8.1 or later and no other package. docs/proxies.md in sluice's repository describes the protocol.
 """
 import asyncio
 import contextvars
@@ -30,22 +35,22 @@ from mitmproxy import ctx, platform, version
 PROTOCOL = 1
 MAX_MESSAGE = 64 << 10
 RECONNECT = 0.25  # seconds
-SILENCE = 5  # seconds; sluiced says something every second
-RESERVE = 16  # descriptors for whatever else
+SILENCE = 5  # seconds; sluiced sends a message every second
+RESERVE = 16  # descriptors for everything that is not a connection
 
-# Beside the link-local ones, the addresses at which clouds serve a node's credentials.
+# Addresses of cloud metadata services, which serve a node's credentials, beside the link-local addresses.
 METADATA = {ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_address("fd20:ce::254")}
 
 
 def log(level: int, text: str, *args: Any) -> None:
-    """To where this version of mitmproxy shows it."""
+    """Logs a message in the way that this version of mitmproxy displays."""
     if version.VERSION.startswith("8."):
         ctx.log("sluice: " + text % args, logging.getLevelName(level).lower().replace("warning", "warn"))
     else:
         logging.log(level, "sluice: " + text, *args)
 
 
-# The facts of the pod whose connection the current task serves.
+# The facts of a pod: the current task serves a connection of that pod.
 current: contextvars.ContextVar[Optional[dict]] = contextvars.ContextVar("sluice", default=None)
 
 
@@ -72,7 +77,7 @@ class Listener:
 
 
 class Listeners:
-    """What sluiced has handed over, by its id, and the accepting on it."""
+    """The listening sockets that sluiced has handed over, by attachment ID, and the accept loop on them."""
 
     def __init__(self, serve: Callable[[socket.socket, Listener], None]):
         self.serve = serve
@@ -96,7 +101,7 @@ class Listeners:
             self.detach(id)
 
     def pause(self) -> None:
-        """Leave what comes where it is: it waits in the kernel."""
+        """Stops accepting: new connections wait in the kernel."""
         self.paused = True
         for listener in self._all():
             asyncio.get_running_loop().remove_reader(listener.sock)
@@ -110,12 +115,12 @@ class Listeners:
         return [listener for listeners in self.held.values() for listener in listeners]
 
     def _watch(self, listener: Listener) -> None:
-        if listener.sock.fileno() >= 0 and not self.paused:  # not closed meanwhile
+        if listener.sock.fileno() >= 0 and not self.paused:  # a closed socket has no descriptor
             asyncio.get_running_loop().add_reader(listener.sock, self._accept, listener)
 
     def _accept(self, listener: Listener) -> None:
-        # One at a time: others that share the queue take the next. To listen again, as asyncio's servers do, would
-        # shrink the queue for everybody.
+        # Accept one connection per event: other proxies share the accept queue and can take the next one. asyncio's
+        # servers call listen() again, which would shrink the queue for every process that shares it.
         loop = asyncio.get_running_loop()
         try:
             conn, _ = listener.sock.accept()
@@ -126,7 +131,7 @@ class Listeners:
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 log(logging.WARNING, "accepting for %s: %s", listener.pod["name"], e)
                 loop.call_later(1, self._watch, listener)
-            return  # else it was shut: the word to let go of it is on its way
+            return  # any other error: sluiced has shut the listener down, and the "detach" message follows
         conn.setblocking(False)
         self.serve(conn, listener)
 
@@ -163,12 +168,12 @@ async def receive(sock: socket.socket) -> tuple[dict, list[int]]:
             await _ready(sock, loop.add_reader, loop.remove_reader)
             continue
         if not data:
-            raise EOFError("sluiced has gone")
+            raise EOFError("sluiced has closed the connection")
         return json.loads(data), fds
 
 
 class Session:
-    """The conversation with sluiced. It begins again for ever; what is held meanwhile stays."""
+    """The connection to sluiced. It reconnects without end, and keeps the listening sockets in between."""
 
     def __init__(self, path: str, labels: Sequence[str], listeners: Listeners, connections: Callable[[], int]):
         self.path = path
@@ -178,21 +183,21 @@ class Session:
         self.node = ""
 
     async def run(self) -> None:
-        said = ""
+        logged = ""
         while True:
             try:
                 await self._talk()
             except (OSError, EOFError, ValueError, KeyError) as e:
-                if said != repr(e):
-                    log(logging.WARNING, "%s: %s; trying again", self.path, e)
-                said = repr(e)
+                if logged != repr(e):
+                    log(logging.WARNING, "%s: %s; connecting again", self.path, e)
+                logged = repr(e)
             await asyncio.sleep(RECONNECT)
 
     async def _talk(self) -> None:
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.setblocking(False)
-            bound = self._socket()
+            bound = self._socket_identity()
             await loop.sock_connect(sock, self.path)
             await self._unless_replaced(self._greet(sock), bound)
             while True:
@@ -207,29 +212,30 @@ class Session:
                 if answer:
                     await send(sock, answer)
 
-    def _socket(self) -> Optional[tuple]:
-        """Which socket is at the path now."""
+    def _socket_identity(self) -> Optional[tuple]:
+        """Identifies the socket that is at the path now: another sluiced binds a new one."""
         try:
             at = os.stat(self.path)
         except OSError:
             return None
         return at.st_dev, at.st_ino
 
-    async def _unless_replaced(self, what: Awaitable, bound: Optional[tuple]) -> Any:
-        """Waits for sluiced for as long as no other has taken its place."""
-        task = asyncio.ensure_future(what)
+    async def _unless_replaced(self, call: Awaitable, bound: Optional[tuple]) -> Any:
+        """Waits for a call to sluiced, until another sluiced has taken the place of a hanging one."""
+        task = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait([task], timeout=SILENCE))[0]:
-                if self._socket() not in (None, bound):
-                    raise EOFError("sluiced hangs, and another has taken its place")
+                if self._socket_identity() not in (None, bound):
+                    raise EOFError("sluiced hangs, and another sluiced has taken its place")
             return task.result()
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)  # it lets go of the socket before that is closed
+            await asyncio.gather(task, return_exceptions=True)  # the task ends before its socket is closed
 
     async def _greet(self, sock: socket.socket) -> None:
         held = list(self.listeners.held.items())
-        with open("/proc/self/ns/net", "rb") as network:  # so that what comes from there is known to be the proxy's own
+        # The netns descriptor lets sluiced recognise the proxy's own connections.
+        with open("/proc/self/ns/net", "rb") as network:
             await send(sock, {
                 "kind": "hello", "version": PROTOCOL, "name": f"mitmproxy {version.VERSION}, pid {os.getpid()}",
                 "labels": self.labels, "held": len(held),
@@ -255,17 +261,18 @@ class Session:
             return {"kind": "state", "connections": self.connections()}
         elif kind == "error":
             raise ValueError(message.get("error", "sluiced refuses"))
-        return None  # what a later version may say besides is not for us
+        return None  # a later version may send other kinds of messages
 
 
 class Writer(asyncio.StreamWriter):
-    """A StreamWriter whose other end is known by another address."""
+    """A StreamWriter that reports another address for its peer."""
 
     peername: tuple
 
     @classmethod
     def of(cls, writer: asyncio.StreamWriter, peername: tuple) -> "Writer":
-        writer.__class__ = cls  # a second one would close the transport when the first is collected
+        # A second StreamWriter would not do: the garbage collector would close the transport with the first one.
+        writer.__class__ = cls
         writer.peername = peername
         return writer
 
@@ -274,7 +281,7 @@ class Writer(asyncio.StreamWriter):
 
 
 def pod_address(peername: tuple, ips: Sequence[str]) -> tuple:
-    """The pod's own address in place of that of a container nested in it, which other pods may have as well."""
+    """Replaces the address of a container nested in the pod, which is not unique, by the pod's own address."""
     if peername[0] in ips:
         return peername
     for ip in ips:
@@ -284,33 +291,39 @@ def pod_address(peername: tuple, ips: Sequence[str]) -> tuple:
 
 
 def forbidden(destination: tuple, local: tuple) -> str:
-    """Why the proxy may not connect to a destination in a pod's name: it means something else where the proxy is."""
+    """Returns the reason why the proxy must not connect to a destination for a pod, or an empty string.
+
+    From the proxy's netns and under the node's identity, such an address means something else than in the pod.
+    """
     ip = ipaddress.ip_address(destination[0])
     ip = getattr(ip, "ipv4_mapped", None) or ip
     if destination[:2] == local[:2]:
-        return "it was not redirected"
+        return "the connection was not redirected"
     if ip.is_loopback or ip.is_unspecified:
-        return "it would be the proxy's own loopback"
+        return "the destination is a loopback address, which would be the proxy's own"
     if ip.is_link_local or ip in METADATA:
-        return "it would be asked in the node's name"
+        return "the destination is link-local or a metadata service, which would see the node's identity"
     if ip.is_multicast or ip == ipaddress.ip_address("255.255.255.255"):
-        return "it is not a unicast address"
+        return "the destination is not a unicast address"
     return ""
 
 
 def own(peername: tuple, pod: tuple) -> bool:
-    """Whether the proxy itself has made a connection to a pod: passed on, it would come back for ever."""
+    """Reports whether the proxy itself opened a connection to a pod. Forwarded, it would come back without end."""
     family = socket.AF_INET6 if ":" in peername[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as s:
         try:
-            s.connect((pod[0], 9))  # looks the route up, and sends nothing
+            s.connect((pod[0], 9))  # on UDP this only looks up the route, and sends no packet
         except OSError:
-            return False  # there is no way to it
+            return False  # no route
         return s.getsockname()[0] == peername[0]
 
 
 def front(master) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]]:
-    """What serves one accepted connection in this version of mitmproxy, whatever mode its own server is in."""
+    """Returns the function that serves one accepted connection as mitmproxy's transparent mode does.
+
+    It works in this version of mitmproxy, in any mode of mitmproxy's own server.
+    """
     server = master.addons.get("proxyserver")
     if not hasattr(server, "handle_tcp_connection"):
         return newer_front(server)
@@ -319,7 +332,8 @@ def front(master) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]]:
     from mitmproxy.proxy import layers
 
     async def serve(reader: asyncio.StreamReader, writer: Any) -> None:
-        # As the server's own handle_tcp_connection, which would take the top layer from the option `mode`.
+        # The same steps as the server's own handle_tcp_connection, which would take the top layer from the option
+        # `mode`.
         id = ("tcp", writer.get_extra_info("peername"), writer.get_extra_info("sockname"))
         handler = ProxyConnectionHandler(master, reader, writer, ctx.options)
         handler.layer = layers.modes.TransparentProxy(handler.layer.context)
@@ -330,10 +344,10 @@ def front(master) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]]:
 
 
 def newer_front(server) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]]:
-    """mitmproxy 9 to 12. Written by their sources and tested against stand-ins for the names it uses, not run with them.
+    """The same for mitmproxy 9 to 12. Written from their sources and tested with stubs, not with those versions.
 
-    A server instance has a mode and serves one stream; in a mode derived from TransparentMode it finds the original
-    destination of the socket itself.
+    A server instance has a mode and serves one stream. In a mode derived from TransparentMode it reads the original
+    destination from the socket.
     """
     from mitmproxy.proxy import layers, mode_servers, mode_specs
 
@@ -356,27 +370,33 @@ def newer_front(server) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]
         _start, _stop = start, stop
 
     instance = SluiceInstance(SluiceMode.parse("sluice"), server)
-    return getattr(instance, "handle_stream", None) or instance.handle_tcp_connection  # its name until 10.1
+    return getattr(instance, "handle_stream", None) or instance.handle_tcp_connection  # the name before 10.1
 
 
 class Sluice:
+    """The addon."""
+
     def __init__(self) -> None:
-        self.clients: dict[str, dict] = {}  # facts, by the id of the client's connection
+        self.clients: dict[str, dict] = {}  # facts of the pod, by the ID of the client's connection
         self.tasks: set[asyncio.Task] = set()
         self.listeners = Listeners(self.serve)
         self.session: Optional[Session] = None
         self.talking: Optional[asyncio.Task] = None
         self.front: Optional[Callable] = None
-        self.serving = 0  # connections
-        self.room = 0  # for so many more, at least
+        self.serving = 0  # number of connections
+        self.room = 0  # number of further connections for which there are descriptors, at least
 
     def load(self, loader) -> None:
-        loader.add_option("sluice_socket", str, "/run/sluice/proxy.sock", "Where sluiced hands sockets over; empty for not at all.")
-        loader.add_option("sluice_labels", Sequence[str], [], "Labels of pods that flows shall show.")
+        loader.add_option(
+            "sluice_socket", str, "/run/sluice/proxy.sock",
+            "Unix socket of sluiced, which hands over the listening sockets of pods. Empty: do not connect to it.",
+        )
+        loader.add_option("sluice_labels", Sequence[str], [], "Pod labels to add to the metadata of flows.")
         loader.add_option(
             "sluice_relays", Sequence[str], ["127.0.0.0/8", "::1/128", os.environ.get("HOST_IP", "")],
-            "Addresses whose Sluice- headers on CONNECT are believed: sluiced's own. To a proxy in a pod with a network of its "
-            "own, that is the address from which the node reaches the pod, with many CNI plugins the pod's gateway.",
+            "Addresses from which sluiced connects when it relays. Sluice- headers of CONNECT requests from other "
+            "addresses are ignored. If the proxy runs in a pod that does not use the host's network, this is the "
+            "address from which the node connects to the pod: with many CNI plugins, the pod's gateway.",
         )
 
     def running(self) -> None:
@@ -385,21 +405,23 @@ class Sluice:
         self.front = front(ctx.master)
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self.session = Session(ctx.options.sluice_socket, ctx.options.sluice_labels, self.listeners, lambda: len(self.clients))
+        self.session = Session(
+            ctx.options.sluice_socket, ctx.options.sluice_labels, self.listeners, lambda: len(self.clients),
+        )
         self.talking = self.spawn(self.session.run())
 
     def done(self) -> None:
         if self.talking:
-            self.talking.cancel()  # connections go on
+            self.talking.cancel()  # established connections continue
         self.listeners.close()
 
-    def spawn(self, what) -> asyncio.Task:
-        task = asyncio.get_running_loop().create_task(what)
-        self.tasks.add(task)  # asyncio itself does not keep it
+    def spawn(self, coroutine) -> asyncio.Task:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.tasks.add(task)  # asyncio keeps weak references only: the garbage collector could end the task
         task.add_done_callback(self.tasks.discard)
         return task
 
-    # From the socket to mitmproxy.
+    # From a listening socket to mitmproxy.
 
     def serve(self, conn: socket.socket, listener: Listener) -> None:
         self.serving += 1
@@ -410,18 +432,22 @@ class Sluice:
         self.spawn(self._serve(conn, listener))
 
     def has_room(self) -> bool:
-        """Whether one more can be accepted: without a descriptor for its server, mitmproxy would end it."""
+        """Reports whether there are descriptors for one more connection.
+
+        Without a descriptor for the connection to the server, mitmproxy would end the client's connection.
+        """
         if self.room <= 0:
             self.count_room()
         if self.room <= 0:
-            gc.collect()  # mitmproxy leaves connections to servers to it
+            gc.collect()  # mitmproxy leaves it to the garbage collector to close connections to servers
             self.count_room()
         return self.room > 0
 
     def count_room(self) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        free = limit - len(os.listdir("/proc/self/fd")) - self.serving - RESERVE  # some may still have no server
-        self.room = free // 3  # until they are counted again
+        # A connection that is served needs one more descriptor as long as it has no server.
+        free = limit - len(os.listdir("/proc/self/fd")) - self.serving - RESERVE
+        self.room = free // 3  # counted again after so many connections
 
     def wait_for_room(self) -> None:
         if self.has_room():
@@ -443,23 +469,25 @@ class Sluice:
         except Exception as e:
             log(logging.ERROR, "%s: connection ended: %r", listener.pod["name"], e)
         finally:
-            (writer or conn).close()  # mitmproxy leaves one that the client has ended first to the garbage collector
+            (writer or conn).close()  # mitmproxy leaves it to the garbage collector if the client ends first
             self.serving -= 1
 
     def _refuse(self, conn: socket.socket, listener: Listener) -> bool:
-        """Whether conn is not to be served; how it ends is seen to."""
+        """Reports whether conn must not be served. If so, the caller closes it, and it ends in the right way."""
         mine = False
         try:
             destination = platform.original_addr(conn)
             mine = listener.direction == "inbound" and own(conn.getpeername(), destination)
-            why = "the proxy itself has made it" if mine else forbidden(destination, conn.getsockname())
+            reason = "the proxy itself opened it" if mine else forbidden(destination, conn.getsockname())
         except OSError as e:
-            why = str(e)
-        if not why:
+            reason = str(e)
+        if not reason:
             return False
-        log(logging.WARNING, "%s: connection refused: %s", listener.pod["name"], why)
-        if not mine:  # mitmproxy 8 goes on for ever with one of its own that is reset before it has asked for its peer
-            conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        log(logging.WARNING, "%s: connection refused: %s", listener.pod["name"], reason)
+        # The proxy's own connection ends without a reset: mitmproxy 8 loops without end if a connection that it has
+        # opened is reset before it has asked for the peer's address.
+        if not mine:
+            conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
         return True
 
     def client_connected(self, client) -> None:
@@ -470,7 +498,7 @@ class Sluice:
     def client_disconnected(self, client) -> None:
         self.clients.pop(client.id, None)
 
-    # From the connection to its flows.
+    # From a connection to its flows.
 
     def mark(self, flow) -> None:
         facts = self.clients.get(flow.client_conn.id)
@@ -487,9 +515,10 @@ class Sluice:
         self.mark(flow)
 
     def http_connect(self, flow) -> None:
-        """sluiced relays: which pod it is for stands in the headers."""
-        headers = {h: flow.request.headers.pop(f"Sluice-{h}", "") for h in ("Pod-Namespace", "Pod-Name", "Pod-UID", "Source", "Direction")}
-        if headers["Pod-Name"] and self.believed(flow.client_conn.peername[0]):
+        """Reads the pod's name from the headers of a CONNECT request of a sluiced that relays, and removes them."""
+        names = ("Pod-Namespace", "Pod-Name", "Pod-UID", "Source", "Direction")
+        headers = {name: flow.request.headers.pop(f"Sluice-{name}", "") for name in names}
+        if headers["Pod-Name"] and self.trusted(flow.client_conn.peername[0]):
             pod = {"namespace": headers["Pod-Namespace"], "name": headers["Pod-Name"], "uid": headers["Pod-UID"]}
             facts = Listener(None, pod, headers["Direction"] or "outbound").facts("")
             if headers["Source"]:
@@ -497,7 +526,8 @@ class Sluice:
             self.clients[flow.client_conn.id] = facts
         self.mark(flow)
 
-    def believed(self, address: str) -> bool:
+    def trusted(self, address: str) -> bool:
+        """Reports whether sluiced may connect from an address, according to the option sluice_relays."""
         ip = ipaddress.ip_address(address)
         ip = getattr(ip, "ipv4_mapped", None) or ip
         return any(ip in ipaddress.ip_network(n) for n in ctx.options.sluice_relays if n)

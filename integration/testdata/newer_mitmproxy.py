@@ -1,7 +1,9 @@
-"""Runs deploy/mitmproxy/sluice.py's code for mitmproxy 9 to 12 against stand-ins for exactly the names that it uses.
+"""Tests the code of deploy/mitmproxy/sluice.py for mitmproxy 9 to 12 with stubs for exactly the names that it uses.
 
-The stand-ins do what those versions do with a server instance: its mode must be registered under a name of its own,
-and handle_stream takes the original destination of the socket if the mode is a TransparentMode.
+    newer_mitmproxy.py ADDON 9|12
+
+The stubs treat a server instance as those versions do: its mode must be registered under a unique name, and
+handle_stream reads the original destination from the socket if the mode is a TransparentMode.
 """
 import asyncio
 import importlib.util
@@ -55,10 +57,11 @@ class ServerInstance(Generic[M]):
         layer = self.make_top_layer("context")
         assert isinstance(self.mode, TransparentMode)
         assert isinstance(writer, asyncio.StreamWriter)
-        self.manager.served.append((layer, platform.original_addr(writer.get_extra_info("socket")), writer.get_extra_info("peername")))
+        destination = platform.original_addr(writer.get_extra_info("socket"))
+        self.manager.served.append((layer, destination, writer.get_extra_info("peername")))
 
 
-# It has had two names.
+# The method has another name in older versions.
 setattr(ServerInstance, {"9": "handle_tcp_connection", "12": "handle_stream"}[sys.argv[2]], ServerInstance.serve)
 
 
@@ -87,7 +90,8 @@ mode_servers = module("mitmproxy.proxy.mode_servers", ServerInstance=ServerInsta
 module("mitmproxy.proxy", layers=layers, mode_servers=mode_servers, mode_specs=mode_specs)
 module(
     "mitmproxy", platform=platform, proxy=sys.modules["mitmproxy.proxy"],
-    version=types.SimpleNamespace(VERSION=sys.argv[2] + ".0.0"), ctx=types.SimpleNamespace(options=types.SimpleNamespace(mode=["regular"])),
+    version=types.SimpleNamespace(VERSION=sys.argv[2] + ".0.0"),
+    ctx=types.SimpleNamespace(options=types.SimpleNamespace(mode=["regular"])),
 )
 
 spec = importlib.util.spec_from_file_location("sluice", sys.argv[1])
@@ -99,7 +103,7 @@ pod = ("10.0.0.5", 40000)
 
 
 async def connection():
-    """One from a container nested in a pod, as the addon hands it on."""
+    """Passes a connection of a container nested in a pod to mitmproxy, as the addon does."""
     a, b = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=a)
     await serve(reader, sluice.Writer.of(writer, pod))

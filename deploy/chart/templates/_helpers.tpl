@@ -6,7 +6,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
-{{/* What sluiced reads. The default podSelector gives way to another place of the upstream. */}}
+{{/* The configuration file of sluiced. An address or a service of the upstream replaces the default podSelector. */}}
 {{- define "sluice.config" -}}
 {{- $config := deepCopy .Values.config -}}
 {{- if or $config.upstream.address $config.upstream.service -}}
