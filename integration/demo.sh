@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Shows what sluice does, on a small world made of network namespaces:
+# Demonstrates sluice in three network namespaces:
 #
-#   world: a web server ──── node: sluiced, later a proxy ──── pod: curl
+#   pod: curl ──── node: sluiced, later a proxy ──── world: a web server
 #
-# The pod is attached by a real CNI chain: bridge, then sluice. Nothing in the machine's own network changes, and
-# nothing is left behind. Needs root on Debian or Ubuntu, and Go.
+# A real CNI chain, bridge and then sluice, adds the pod. The machine's own network does not change, and the demo
+# removes everything that it creates. Needs root on Debian or Ubuntu, and Go.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH=$PATH:/usr/sbin:/sbin
@@ -14,10 +14,11 @@ world=sluice-demo-$$-world
 pod=sluice-demo-$$-pod
 web4=198.51.100.10
 web6=2001:db8::10
-dir=      # everything that is written
-added=    # not empty once the pod may be attached
-cache=    # where cnitool keeps results, if the demo made it
-declare -A pids # of what was started here and still runs, by name
+dir=            # all files of the demo
+added=          # not empty once CNI ADD has begun
+cache=          # the folder in which cnitool stores results, if it did not exist before
+steps=0         # number of steps so far
+declare -A pids # of the running programs of the demo, by name
 
 bold='' dim='' plain=''
 if [[ -t 1 && -z ${NO_COLOR-} && ${TERM-dumb} != dumb ]]; then
@@ -28,34 +29,46 @@ main() {
     trap cleanup EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
-    prepare
-    make_world
-    attach_pod
-    proxy_is_late
-    daemon_is_killed
-    both_are_killed
-    what_left_the_pod
-    step "That was all"
-    say "Everything that was made for it is removed now."
+    introduce
+    build
+    create_network
+    add_pod
+    start_proxy_late
+    kill_daemon
+    kill_daemon_and_proxy
+    count_bypassing_connections
+    step "Done"
+    say "Every captured connection has gone through the proxy, however late it was. No connection was refused, and" \
+        "none went around the proxy. The demo now removes its namespaces, processes and files." \
+        "README.md says how to install sluice in a cluster."
 }
 
-prepare() {
+introduce() {
+    printf '%ssluice demo: a pod starts before the proxy of its node%s\n' "$bold" "$plain"
+    say "sluice redirects the pod's TCP connections in the kernel, before the pod's first process starts. While the" \
+        "proxy is late, the connections wait. They are not refused, and they do not go around the proxy."
+}
+
+build() {
     if ((EUID != 0)); then
-        die "network namespaces are made by root: run this as root"
+        die "creating network namespaces needs root: run the demo as root"
     fi
     integration/setup.sh demo
-    step "Building"
+    step "Build sluice"
     make -s build bin/connectproxy bin/tools/cnitool
     if ! unshare --net true 2>/dev/null; then
-        die "no network namespaces can be made here: a container needs --privileged for that"
+        die "this machine does not allow network namespaces; in a container, the demo needs --privileged"
     fi
     [[ -e /var/lib/cni ]] || cache=/var/lib/cni
     dir=$(mktemp -d /tmp/sluice-demo.XXXXXX)
 }
 
-make_world() {
-    step "A world of three network namespaces"
-    say "world has a web server at $web4 and $web6; node will run sluiced and, later, a proxy; pod will run curl."
+create_network() {
+    step "Create a network of three namespaces"
+    quote <<END
+pod            node                       world
+curl ───────── sluiced, later a proxy ─── web server on $web4 and $web6
+END
     local ns
     for ns in "$node" "$world" "$pod"; do
         ip netns add "$ns"
@@ -72,7 +85,7 @@ make_world() {
     ip -n "$world" route add default via 198.51.100.1
     ip -n "$world" -6 route add default via 2001:db8::1
 
-    # What the pod sends out of its own link, by destination port, whatever the node does with it then.
+    # Counts the SYNs that leave the pod through its link, by destination port, before the node filters or routes them.
     on "$node" nft -f - <<'NFT'
 table inet demo {
 	counter web { }
@@ -118,91 +131,96 @@ stateDir: $dir/state
 CONFIG
 }
 
-attach_pod() {
-    step "The pod is attached, by the CNI chain bridge, sluice"
-    say "The node's daemon runs. The plugin asks it, and puts the rules into the pod's netns."
+add_pod() {
+    step "Add the pod to the network"
+    say "sluiced, the daemon, runs on the node. The CNI plugins bridge and sluice run for the pod, as a container" \
+        "runtime runs them. The sluice plugin asks sluiced, and installs the redirect rules in the pod's netns."
     start_sluiced
     added=yes
     cni add >"$dir/result.json"
-    jq -r '"the pod has " + ([.ips[].address] | join(" and "))' "$dir/result.json" | quote
+    jq -r '"the pod has the addresses " + ([.ips[].address] | join(" and "))' "$dir/result.json" | quote
 }
 
-proxy_is_late() {
+start_proxy_late() {
     step "The proxy is late"
-    say "No proxy runs. Without sluice, a pod told to use one would get \"connection refused\" now."
-    say "curl starts in the pod, without any proxy settings, once over IPv4 and once over IPv6:"
+    say "No proxy runs yet. A pod that uses a proxy through http_proxy would get \"connection refused\" now." \
+        "In the captured pod, curl starts without any proxy settings, over IPv4 and over IPv6:"
     curl_in_pod v4 "http://$web4/"
     curl_in_pod v6 "http://[$web6]/"
     await "both connections wait" waiting 2
     sleep 2
     show bin/sluiced status --agent-socket "$dir/agent.sock"
-    say "Both are connected as far as curl can tell, and wait in the kernel. The web server has seen $(requests) requests."
+    say "For curl, both connections are established. They wait in the kernel, and the web server has received" \
+        "$(requests) requests."
     start_proxy
     finish_curl v4
     finish_curl v6
-    say "The proxy accepted both in the pod's netns itself: it sees the pod's own addresses, and what it says of them is:"
+    say "The proxy has accepted both connections in the pod's netns, so it sees the pod's own addresses. Its log:"
     await "the proxy has logged both requests" proxy_logged 2
     proxy_lines | quote
 }
 
-daemon_is_killed() {
-    step "The daemon is killed"
-    say "kill -9 sluiced. The proxy has the listening sockets, so it goes on:"
+kill_daemon() {
+    step "The daemon dies"
+    say "kill -9 sluiced. The proxy holds the listening sockets too, so it still accepts connections:"
     stop sluiced KILL
     curl_in_pod orphaned "http://$web4/"
     finish_curl orphaned
 }
 
-both_are_killed() {
-    step "The proxy is killed too"
-    say "Now nobody listens in the pod's netns any more, and another curl starts:"
+kill_daemon_and_proxy() {
+    step "The proxy dies too"
+    say "kill -9 the proxy as well. Now no process listens in the pod's netns. Another curl starts:"
     stop proxy KILL
     curl_in_pod again "http://$web4/"
     sleep 2
     running again || die "curl should wait, but it has ended: $(cat "$dir/again.out")"
     show ip netns exec "$pod" ss -tn state syn-sent
-    say "It is not refused: the rules in the pod's netns drop its SYN, so the kernel sends it again. Both start again:"
+    say "The connection is not refused: the rules in the pod's netns drop its SYN, so the kernel sends the SYN again." \
+        "sluiced starts again."
     start_sluiced
     start_proxy
     finish_curl again
-    say "The web server has now seen $(requests) requests, all from the node's address, since the proxy runs there:"
+    say "The web server has received $(requests) requests by now. All came from the address of the node, where the" \
+        "proxy runs:"
     sed -n 's/ - - .*\(".*"\)/ \1/p' "$dir/web.log" | quote
 }
 
-what_left_the_pod() {
-    step "What left the pod"
-    say "The node has counted every SYN that came out of the pod's link. To the web server, from the first moment until now:"
+count_bypassing_connections() {
+    step "No connection went around the proxy"
+    say "The node counts every SYN that leaves the pod. SYNs from the pod to the web server since the pod was added:"
     quote <<<"port 80: $(syns web) SYNs"
-    say "Port 81 is excluded in this configuration, so that a connection there does leave, to show that the counter counts:"
+    say "Port 81 is excluded from capture in this configuration. A connection to it leaves the pod, which shows that" \
+        "the counter works:"
     on "$pod" curl -s --noproxy '*' --max-time 5 "http://$web4:81/" || true
     quote <<<"port 81: $(syns excluded) SYN"
     if (($(syns web) != 0 || $(syns excluded) == 0)); then
-        die "that is not what it should be: 0 for port 80, and more for port 81"
+        die "wrong number of SYNs: want 0 to port 80, and at least 1 to port 81"
     fi
 }
 
-# What it is made of.
+# Helpers.
 
 on() { ip netns exec "$@"; }
 
-# cni runs the chain's ADD or DEL for the pod, as a container runtime would.
+# cni VERB runs ADD or DEL of the CNI chain for the pod, as a container runtime does.
 cni() {
     on "$node" env CNI_PATH="$PWD/bin:/usr/lib/cni" NETCONFPATH="$dir/net.d" \
         CNI_ARGS="IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=web;K8S_POD_UID=demo" \
         bin/tools/cnitool "$1" pods "/run/netns/$pod"
 }
 
-# start NAME NETNS COMMAND… runs a program in the background; what it prints goes to NAME.log.
+# start NAME NETNS COMMAND… runs a program in the background. Its output goes to NAME.log.
 start() {
     local name=$1
     shift
-    ip netns exec "$@" >>"$dir/$name.log" 2>&1 </dev/null & # becomes the program: the pid stays
+    ip netns exec "$@" >>"$dir/$name.log" 2>&1 </dev/null & # ip execs the program, which keeps the PID
     pids[$name]=$!
 }
 
 running() { kill -0 "${pids[$1]}" 2>/dev/null; }
 
-# stop NAME SIGNAL ends a program that start started.
+# stop NAME SIGNAL ends a program that `start` has started.
 stop() {
     local pid=${pids[$1]-}
     [[ -n $pid ]] || return 0
@@ -218,11 +236,12 @@ start_sluiced() {
 start_proxy() {
     local socket=$dir/proxy.sock
     if command -v mitmdump >/dev/null; then
-        say "Now the proxy comes: mitmdump -s deploy/mitmproxy/sluice.py"
+        say "The proxy starts: mitmdump -s deploy/mitmproxy/sluice.py"
         start proxy "$node" env HOME="$dir" PYTHONUNBUFFERED=1 mitmdump -s deploy/mitmproxy/sluice.py \
             --set "sluice_socket=$socket" --set server=false --set "confdir=$dir/mitmproxy"
     else
-        say "mitmproxy is not to be had here, so the proxy that comes now is a small one of our own, bin/connectproxy."
+        say "The proxy starts. mitmproxy is not available on this machine, so a small proxy of this repository" \
+            "takes its place: bin/connectproxy -sockets"
         start proxy "$node" bin/connectproxy -sockets "$socket"
     fi
 }
@@ -237,7 +256,7 @@ waiting() {
 
 listening() { [[ -n $(ip netns exec "$1" ss -Hltn "sport = :$2") ]]; }
 
-# The line of a request: mitmdump's own, or the one that connectproxy logs.
+# The log lines of requests: mitmdump logs two for each, connectproxy one.
 proxy_lines() { grep -E -A1 ': GET http|accepted from' "$dir/proxy.log" | grep -v '^--'; }
 proxy_logged() { (($(grep -cE ' << .*200|accepted from' "$dir/proxy.log") >= $1)); }
 
@@ -249,7 +268,7 @@ syns() { on "$node" nft --json list counter inet demo "$1" | jq '.nftables[] | .
 curl_in_pod() {
     printf '  %s$ curl %s &%s\n' "$dim" "$2" "$plain"
     ip netns exec "$pod" curl -sS -g --noproxy '*' --max-time 60 -o "$dir/$1.body" \
-        -w "HTTP %{http_code} after %{time_total} s" "$2" >"$dir/$1.out" 2>&1 </dev/null &
+        -w "%{url_effective}: HTTP %{http_code} after %{time_total} s" "$2" >"$dir/$1.out" 2>&1 </dev/null &
     pids[$1]=$!
 }
 
@@ -261,18 +280,21 @@ finish_curl() {
     echo "$(cat "$dir/$1.out"): $(cat "$dir/$1.body")" | quote
 }
 
-# await WHAT COMMAND… tries until it succeeds.
+# await CONDITION COMMAND… runs a command every 100 ms until it succeeds, for about 20 s.
 await() {
-    local what=$1 n
+    local condition=$1 n
     shift
     for ((n = 0; n < 200; n++)); do
         if "$@"; then return; fi
         sleep 0.1
     done
-    die "it never happened: $what"
+    die "timed out waiting until $condition"
 }
 
-step() { printf '\n%s%s%s\n' "$bold" "$*" "$plain"; }
+step() {
+    steps=$((steps + 1))
+    printf '\n%s%d. %s%s\n' "$bold" "$steps" "$*" "$plain"
+}
 say() { printf '%s\n' "$*" | fold -s -w 100 | sed 's/ $//'; }
 quote() { sed "s/^/  | /"; }
 show() {

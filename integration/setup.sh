@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
-# Installs the Debian or Ubuntu packages that are missing for `make test`, `lint`, `demo`, `bench`, `e2e` or
-# `screenshot`.
-# Says nothing when nothing is missing.
+# Installs the Debian or Ubuntu packages that a make target needs and that are missing. Prints nothing if none is.
 set -euo pipefail
 
 usage="usage: $0 test|lint|demo|bench|e2e|screenshot"
-PATH=$PATH:/usr/sbin:/sbin # where some users do not look
+PATH=$PATH:/usr/sbin:/sbin # the PATH of an ordinary user lacks these folders
 
-# A line is what must be there, a command or an absolute path, and the package that brings it.
+# Each line: a command or an absolute path that must exist, and the package that contains it.
 common="
 ip                    iproute2
 iptables-nft          iptables
@@ -48,14 +46,19 @@ demo) wanted=$common optional="mitmdump mitmproxy" ;;
 bench) wanted=$common$bench ;;
 e2e) wanted=$e2e ;;
 screenshot) wanted=$common$test"chromium chromium" ;;
+-h | --help)
+    echo "$usage"
+    echo "Installs the Debian or Ubuntu packages that the make target needs and that are missing, as root."
+    exit 0
+    ;;
 *) echo "$usage" >&2 && exit 2 ;;
 esac
 
-# missing prints the packages for what is not there.
+# missing LINES prints the packages whose command or path does not exist.
 missing() {
-    local what package
-    while read -r what package; do
-        if [[ -n $what ]] && ! command -v "$what" >/dev/null && ! [[ -e $what ]]; then
+    local needed package
+    while read -r needed package; do
+        if [[ -n $needed ]] && ! command -v "$needed" >/dev/null && ! [[ -e $needed ]]; then
             echo "$package"
         fi
     done <<<"$1" | sort -u
@@ -68,20 +71,20 @@ if ((${#all[@]} == 0)); then
     exit 0
 fi
 if ! command -v apt-get >/dev/null; then
-    echo "$0: missing, and there is no apt-get to install it: ${all[*]}" >&2
+    echo "$0: these Debian packages are missing, and apt-get is not available to install them: ${all[*]}" >&2
     exit 1
 fi
 if ((EUID != 0)); then
-    echo "$0: as root: apt-get install --no-install-recommends ${all[*]}" >&2
+    echo "$0: packages are missing; run as root: apt-get install --no-install-recommends ${all[*]}" >&2
     exit 1
 fi
 
 log=$(mktemp)
 policy=/usr/sbin/policy-rc.d
-ours=
+policy_created=
 cleanup() {
     rm -f "$log"
-    if [[ -n $ours ]]; then
+    if [[ -n $policy_created ]]; then
         rm -f "$policy"
     fi
 }
@@ -89,17 +92,20 @@ trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-# Debian starts a daemon when its package is installed, unless this file says no.
+# Debian starts a daemon when its package is installed, unless this program exits with 101.
 if ! [[ -e $policy ]]; then
-    ours=yes
+    policy_created=yes
     printf '#!/bin/sh\nexit 101\n' >"$policy"
     chmod 755 "$policy"
 fi
 
-# apt is quiet unless it fails.
+# apt runs apt-get, and prints its output only if it fails.
 apt() {
-    DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 "$@" >"$log" 2>&1 </dev/null ||
-        { cat "$log" >&2 && return 1; }
+    local options=(-qq -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3)
+    if ! DEBIAN_FRONTEND=noninteractive apt-get "${options[@]}" "$@" >"$log" 2>&1 </dev/null; then
+        cat "$log" >&2
+        return 1
+    fi
 }
 
 echo "installing ${all[*]}"
@@ -108,11 +114,11 @@ if ((${#packages[@]} > 0)); then
     apt install --no-install-recommends "${packages[@]}"
 fi
 if ((${#extra[@]} > 0)) && ! apt install --no-install-recommends "${extra[@]}"; then
-    echo "not to be had: ${extra[*]}; going on without"
+    echo "could not install ${extra[*]}, which is optional; continuing without it"
 fi
 for package in redsocks etcd-server; do
     if [[ " ${packages[*]} " == *" $package "* ]]; then
-        # Tests start their own; the service is not wanted, now or after the next boot.
+        # The tests start their own instance. The system service must not run, now or after the next boot.
         service "${package%-server}" stop >/dev/null 2>&1 || true
         update-rc.d "${package%-server}" disable >/dev/null 2>&1 || true
     fi
