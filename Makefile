@@ -55,7 +55,7 @@ lint: bin/tools/golangci-lint bin/tools/helm ## Check Go, scripts, columns, word
 	bin/tools/golangci-lint run ./...
 	cd integration/cluster && go mod tidy -diff && go vet ./... && ../../bin/tools/golangci-lint run ./...
 
-manifests: bin/tools/helm ## Render deploy/sluice.yaml from the chart, and deploy/mitmproxy/mitmproxy.yaml with its addon
+manifests: bin/tools/helm ## Render deploy/sluice.yaml and deploy/mitmproxy/mitmproxy.yaml from their sources
 	deploy/render.sh > deploy/sluice.yaml
 	deploy/mitmproxy/render.sh > deploy/mitmproxy/mitmproxy.yaml
 

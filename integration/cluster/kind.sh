@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the end-to-end tests on a kind cluster of one node, which it makes and deletes. Needs docker and kind.
+# Runs the end-to-end tests on a kind cluster of one node, which this script creates and deletes. Needs Docker and kind;
+# kind v0.30 is too old: it cannot load images onto a node whose containerd has a configuration of version 4.
 set -euo pipefail
 cd "$(dirname "$0")"
 root=$PWD/../..
@@ -7,7 +8,8 @@ name=sluice-e2e
 trap 'kind delete cluster --name "$name"' EXIT
 kind create cluster --name "$name" --config kind.yaml --wait 2m --kubeconfig "$root/bin/kind.kubeconfig"
 
-load() { # what is made here goes to the node by way of docker
+# load NAME [PROGRAM…] builds an image on this machine and loads it onto the node.
+load() {
 	"$root/bin/cluster/cluster" image "$@" >"$root/bin/image.tar"
 	kind load image-archive "$root/bin/image.tar" --name "$name"
 }
