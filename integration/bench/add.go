@@ -14,7 +14,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// benchAdd times whole processes of the plugins, run one after the other as a runtime runs a chain.
+// benchAdd measures whole processes of the plugins, started one after the other as a runtime starts a chain.
 func benchAdd(b *bench) {
 	pods, starts := 40, 200
 	if b.short {
@@ -29,7 +29,7 @@ func benchAdd(b *bench) {
 		backend := backends[i%len(backends)]
 		bridge, ours := b.addOnce(n, fmt.Sprint("pod", i), backend)
 		if i < len(backends) {
-			continue // the bridge was made, and files were read for the first time
+			continue // warm-up: creates the bridge and fills the page cache
 		}
 		took["bridge"] = append(took["bridge"], bridge)
 		took["bridge before "+backend] = append(took["bridge before "+backend], bridge)
@@ -37,20 +37,20 @@ func benchAdd(b *bench) {
 	}
 	for i, limit := range []float64{0.30, 0.15} {
 		ours, theirs := took[backends[i]], took["bridge before "+backends[i]]
-		r := result{Part: "add", figure: figure{Name: "ADD with " + backends[i] + ", against bridge", Value: median(ours) / median(theirs)}}
-		b.add(r.atMost(limit).
-			beside("sluice", median(ours), "ms").beside("at best", slices.Min(ours), "ms").
-			beside("bridge", median(theirs), "ms").beside("at best", slices.Min(theirs), "ms"))
+		b.add(measured("add", "ADD with "+backends[i]+", relative to bridge", median(ours)/median(theirs), "").
+			atMost(limit).
+			beside("sluice", median(ours), "ms").beside("minimum", slices.Min(ours), "ms").
+			beside("bridge", median(theirs), "ms").beside("minimum", slices.Min(theirs), "ms"))
 	}
 	b.addPlugin(n, starts)
 }
 
-// addPlugin is what each run of the plugin costs before it has done anything.
+// addPlugin measures the size of the plugin and the time of a start in which it only reports its versions.
 func (b *bench) addPlugin(n *testbed.Node, runs int) {
 	path := filepath.Join(b.bin, "sluice")
 	info, err := os.Stat(path)
 	b.tb.must(err, "the plugin")
-	b.add(result{Part: "add", figure: figure{"plugin, stripped", float64(info.Size()) / (1 << 20), "MiB"}})
+	b.add(measured("add", "size of the stripped plugin", float64(info.Size())/(1<<20), "MiB"))
 	var took, nothing []float64
 	for range runs {
 		_, t := b.runPlugin(n, path, "VERSION", nil, []byte(`{"cniVersion":"1.0.0"}`))
@@ -58,11 +58,11 @@ func (b *bench) addPlugin(n *testbed.Node, runs int) {
 		_, t = b.runPlugin(n, "true", "", nil, nil)
 		nothing = append(nothing, t)
 	}
-	b.add(result{Part: "add", figure: figure{"plugin, started for VERSION", median(took), "ms"}}.
-		beside("at best", slices.Min(took), "ms").beside("/bin/true", median(nothing), "ms"))
+	b.add(measured("add", "run of the plugin for VERSION", median(took), "ms").
+		beside("minimum", slices.Min(took), "ms").beside("/bin/true", median(nothing), "ms"))
 }
 
-// addOnce adds and deletes a pod, and returns the ms that the ADD of each plugin took.
+// addOnce adds and deletes a pod. It returns the duration of each plugin's ADD in ms.
 func (b *bench) addOnce(n *testbed.Node, name, backend string) (bridge, ours float64) {
 	b.tb.within(func() {
 		pod := n.NewPod(name)
@@ -84,7 +84,7 @@ func (b *bench) addOnce(n *testbed.Node, name, backend string) (bridge, ours flo
 	return bridge, ours
 }
 
-// chain is the configuration of the two plugins, as libcni would hand it to them.
+// chain returns the configuration of the two plugins as libcni passes it to them.
 func (b *bench) chain(n *testbed.Node, backend string) (bridge, ours map[string]any) {
 	list := n.Conflist()
 	confs := make([]map[string]any, len(list.Plugins))
@@ -96,13 +96,13 @@ func (b *bench) chain(n *testbed.Node, backend string) (bridge, ours map[string]
 	return confs[0], confs[1]
 }
 
-// runPlugin runs a plugin on the node and returns what it prints and the ms from before exec to its end.
+// runPlugin runs a plugin on the node. It returns the plugin's output, and the time from before exec to its end in ms.
 func (b *bench) runPlugin(n *testbed.Node, path, verb string, pod *testbed.Pod, stdin []byte) (out []byte, ms float64) {
 	cmd := exec.Command(path)
 	cmd.Env = append(os.Environ(), "CNI_COMMAND="+verb, "CNI_PATH="+testbed.CNIPlugins)
 	if pod != nil {
 		cmd.Env = append(cmd.Env, "CNI_CONTAINERID="+pod.ID, "CNI_NETNS="+pod.Path(), "CNI_IFNAME=eth0",
-			fmt.Sprintf("CNI_ARGS=IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=%s;K8S_POD_UID=%s", pod.Name(), pod.UID()))
+			"CNI_ARGS=IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME="+pod.Name()+";K8S_POD_UID="+pod.UID())
 	}
 	var stdout, stderr bytes.Buffer
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(stdin), &stdout, &stderr

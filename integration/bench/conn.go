@@ -12,11 +12,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What a client asks for with its first message; not letters, which mitmproxy could take for HTTP.
+// A message from a client begins with the operation that the client asks for. The values are not letters, because
+// mitmproxy could take letters for HTTP.
 const (
-	opEcho     byte = 1 + iota // answer every message with itself
-	opDownload                 // send that many bytes
-	opUpload                   // take that many bytes, then say one
+	opEcho     byte = 1 + iota // the server sends the message back
+	opDownload                 // the server sends as many bytes as the message says
+	opUpload                   // the server reads as many bytes as the message says, then sends one byte
 )
 
 const (
@@ -31,12 +32,12 @@ func message(op byte, bytes int64) []byte {
 	return m
 }
 
-// serve is the server in the world.
+// serve is the server that all connections of the benchmark lead to.
 func serve(c net.Conn) {
 	m := make([]byte, messageSize)
 	for {
 		if _, err := io.ReadFull(c, m); err != nil {
-			return // the client has ended
+			return // the client has closed the connection
 		}
 		n := int64(binary.BigEndian.Uint64(m[8:]))
 		var err error
@@ -67,7 +68,7 @@ func serveWeb(c net.Conn) {
 	for n := 0; ; {
 		k, err := c.Read(b[n:])
 		if err != nil {
-			return // the client has ended
+			return // the client has closed the connection
 		}
 		if n += k; bytes.HasSuffix(b[:n], endOfHeader) {
 			if _, err := c.Write([]byte(httpAnswer)); err != nil {
@@ -78,7 +79,7 @@ func serveWeb(c net.Conn) {
 	}
 }
 
-// get asks for something by HTTP and waits for all of it.
+// get sends an HTTP request and waits for the whole response.
 func get(c conn) error {
 	if _, err := c.Write([]byte(httpRequest)); err != nil {
 		return err
@@ -112,11 +113,11 @@ func take(r io.Reader, n int64) error {
 	return nil
 }
 
-// conn is a client's connection: a blocking socket, used by one thread that is in the pod's netns. The runtime's
-// poller stays out of what is measured.
+// conn is a client's connection: a blocking socket that one thread in the pod's netns uses. Otherwise the poller of the
+// Go runtime would be part of the measurement.
 type conn int
 
-// dial connects to the address, through the proxy if there is one.
+// dial connects to an address, through the proxy if that is valid.
 func dial(proxy, to netip.AddrPort) (conn, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -129,7 +130,7 @@ func dial(proxy, to netip.AddrPort) (conn, error) {
 	}
 	err = c.connect(first)
 	if err == nil && proxy.IsValid() {
-		err = c.ask(to)
+		err = c.requestTunnel(to)
 	}
 	if err != nil {
 		c.close()
@@ -139,11 +140,11 @@ func dial(proxy, to netip.AddrPort) (conn, error) {
 }
 
 func (c conn) connect(to netip.AddrPort) error {
-	patience := unix.Timeval{Sec: 30}
+	timeout := unix.Timeval{Sec: 30}
 	for _, err := range []error{
 		unix.SetsockoptInt(int(c), unix.IPPROTO_TCP, unix.TCP_NODELAY, 1),
-		unix.SetsockoptTimeval(int(c), unix.SOL_SOCKET, unix.SO_RCVTIMEO, &patience),
-		unix.SetsockoptTimeval(int(c), unix.SOL_SOCKET, unix.SO_SNDTIMEO, &patience),
+		unix.SetsockoptTimeval(int(c), unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout),
+		unix.SetsockoptTimeval(int(c), unix.SOL_SOCKET, unix.SO_SNDTIMEO, &timeout),
 	} {
 		if err != nil {
 			return err
@@ -173,27 +174,28 @@ var (
 	endOfHeader = []byte("\r\n\r\n")
 )
 
-// ask has the proxy connect. The server does not speak first, so nothing follows the answer.
-func (c conn) ask(to netip.AddrPort) error {
+// requestTunnel sends a CONNECT request to the proxy and reads the response. No byte follows the response, because the
+// server does not send first.
+func (c conn) requestTunnel(to netip.AddrPort) error {
 	if _, err := c.Write(connectRequest(to)); err != nil {
 		return err
 	}
 	answer, err := c.readUntil(endOfHeader)
 	if err != nil {
-		return fmt.Errorf("the proxy: %w", err)
+		return fmt.Errorf("CONNECT to the proxy: %w", err)
 	}
 	if !bytes.HasPrefix(answer, connected) {
-		return fmt.Errorf("the proxy answers %q", answer)
+		return fmt.Errorf("the proxy responds %q", answer)
 	}
 	return nil
 }
 
-// readUntil reads an answer to its end, behind which nothing follows.
+// readUntil reads until the data end with the given bytes. It fails if the peer closes the connection before that.
 func (c conn) readUntil(end []byte) (answer []byte, err error) {
 	for b := make([]byte, 1024); !bytes.HasSuffix(answer, end); {
 		n, err := c.Read(b)
 		if err != nil {
-			return nil, fmt.Errorf("the answer: %w", err)
+			return nil, fmt.Errorf("reading the response: %w", err)
 		}
 		answer = append(answer, b[:n]...)
 	}
@@ -226,4 +228,4 @@ func (c conn) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func (c conn) close() { _ = unix.Close(int(c)) } // of a socket: nothing is lost
+func (c conn) close() { _ = unix.Close(int(c)) } // on a socket, an error of close means no lost data

@@ -1,5 +1,6 @@
-// Command bench measures sluice against its budgets: as root, `go run ./integration/bench`, or `make bench`. It
-// prints a table and writes bin/bench.json. A budget that is missed is a finding, not a failure.
+// Command bench measures sluice and compares the results with its budgets. It runs as root: `make bench` or
+// `go run ./integration/bench`. It prints a table and writes bin/bench.json. A missed budget is a finding, not a
+// failure: the exit code is 0.
 package main
 
 import (
@@ -14,7 +15,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// parts are what -run selects from.
+// parts are the benchmarks. The flag -run selects some of them.
 var parts = []struct {
 	name string
 	run  func(*bench)
@@ -31,15 +32,15 @@ var parts = []struct {
 // bench is one run.
 type bench struct {
 	tb     *tb
-	bin    string // where the binaries are
+	bin    string // the folder of the binaries
 	short  bool
 	report *report
 }
 
 func main() {
-	run := flag.String("run", "", "run the parts that this regular expression matches: "+names())
-	short := flag.Bool("short", false, "do less of everything: a quick look")
-	out := flag.String("o", "bin/bench.json", "write the report to this file")
+	run := flag.String("run", "", "run only the parts whose name matches this regular expression; the parts: "+names())
+	short := flag.Bool("short", false, "use fewer rounds, pods and bytes, for a quick and rough result")
+	out := flag.String("o", "bin/bench.json", "write the report to this `file`")
 	flag.Parse()
 	wanted, err := regexp.Compile(*run)
 	if err != nil {
@@ -70,12 +71,12 @@ func names() string {
 
 func (b *bench) prepare() {
 	if os.Geteuid() != 0 {
-		b.tb.Fatalf("this makes network namespaces and measures daemons: run it as root")
+		b.tb.Fatalf("creating network namespaces needs root: run the benchmark as root")
 	}
 	b.tb.must(os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin"), "PATH")
 	for _, name := range []string{"ip", "nft", "iptables", "redsocks", "mitmdump"} {
 		if _, err := exec.LookPath(name); err != nil {
-			b.tb.Fatalf("%v: `make bench` installs what is missing", err)
+			b.tb.Fatalf("%v: `make bench` installs missing programs", err)
 		}
 	}
 	b.progress("building")
@@ -84,23 +85,24 @@ func (b *bench) prepare() {
 	b.tb.Cleanup(func() { _ = os.RemoveAll(bin) })
 	b.bin = bin
 	b.report.Versions = []string{
-		version("redsocks", "-v"), version("mitmdump", "--version"), version("iptables", "--version"), version(testbed.CNIPlugins + "/bridge"),
+		version("redsocks", "-v"), version("mitmdump", "--version"), version("iptables", "--version"),
+		version(testbed.CNIPlugins + "/bridge"),
 	}
 }
 
-// version is the first line that a program says of itself.
+// version returns the first line of a program's output about its version.
 func version(name string, args ...string) string {
-	out, _ := exec.Command(name, args...).CombinedOutput() // whatever it says
+	out, _ := exec.Command(name, args...).CombinedOutput() // some programs print their version and fail
 	line, _, _ := strings.Cut(strings.TrimSpace(string(out)), "\n")
 	return line
 }
 
-// progress tells who waits how far it is.
+// progress prints a line about the progress of the run to standard error.
 func (b *bench) progress(format string, args ...any) {
 	fmt.Fprintf(os.Stderr, "… "+format+"\n", args...)
 }
 
-// add takes a result down, and shows it.
+// add adds results to the report and prints them.
 func (b *bench) add(results ...result) {
 	b.report.Results = slices.Concat(b.report.Results, results)
 	for _, r := range results {

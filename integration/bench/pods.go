@@ -15,7 +15,7 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// benchPods is a full node that has nothing to do.
+// benchPods measures the daemon on a node with many idle pods: its memory, its CPU time, and its restart.
 func benchPods(b *bench) {
 	count, idle, restarts := 250, 10*time.Second, 5
 	if b.short {
@@ -25,34 +25,37 @@ func benchPods(b *bench) {
 	d := n.StartDaemon()
 	b.progress("%d pods", count)
 	pods := b.addMany(n, count)
-	name := func(what string) string { return fmt.Sprintf("%d pods: %s", count, what) }
+	figureOf := func(name string, value float64, unit string) result {
+		return measured("pods", fmt.Sprintf("%d pods: %s", count, name), value, unit)
+	}
 
-	time.Sleep(3 * time.Second) // what ADD has set going has ended
+	time.Sleep(3 * time.Second) // the daemon finishes the work that the ADDs have caused
 	down := b.cpu(d.Program, idle)
 	proxy := b.startConnectproxy(n)
 	time.Sleep(time.Second)
 	up := b.cpu(d.Program, idle)
-	b.add(result{Part: "pods", figure: figure{name("memory"), b.rss(d.Program) / (1 << 20), "MiB"}}.atMost(64))
-	b.add(result{Part: "pods", figure: figure{name("idle CPU, upstream up"), up, "% of a core"}}.atMost(0.5))
-	b.add(result{Part: "pods", figure: figure{name("idle CPU, upstream down"), down, "% of a core"}}.atMost(0.5))
+	b.add(figureOf("memory", b.rss(d.Program)/(1<<20), "MiB").atMost(64))
+	b.add(figureOf("idle CPU, upstream up", up, "% of a core").atMost(0.5))
+	b.add(figureOf("idle CPU, upstream down", down, "% of a core").atMost(0.5))
 	proxy.Kill()
 
 	var took []float64
 	for range restarts {
 		d.Kill()
 		start := time.Now()
-		d = n.StartDaemon() // its socket answers when every gate is open
+		d = n.StartDaemon() // returns when the agent socket answers: then every gate has its listeners
 		took = append(took, time.Since(start).Seconds())
 		b.listening(d, pods)
 	}
-	b.add(result{Part: "pods", figure: figure{name("killed, started, all listening"), median(took), "s"}}.atMost(1).
-		beside("at worst", quantile(took, 1), "s").beside("memory then", b.rss(d.Program)/(1<<20), "MiB"))
+	b.add(figureOf("start after kill -9, until all pods have listeners", median(took), "s").atMost(1).
+		beside("maximum", quantile(took, 1), "s").beside("memory afterwards", b.rss(d.Program)/(1<<20), "MiB"))
 }
 
-// addMany makes netns without a link, and has the plugin capture them.
+// addMany creates pods whose netns have no link, and runs the plugin's ADD for each.
 func (b *bench) addMany(n *testbed.Node, count int) []*testbed.Pod {
 	conf, err := json.Marshal(map[string]any{
-		"cniVersion": "1.0.0", "name": "pods", "type": "sluice", "agentSocket": n.AgentSocket(), "stateDir": n.StateDir(),
+		"cniVersion": "1.0.0", "name": "pods", "type": "sluice",
+		"agentSocket": n.AgentSocket(), "stateDir": n.StateDir(),
 		"prevResult": map[string]any{"cniVersion": "1.0.0", "ips": []map[string]string{{"address": "10.88.0.200/16"}}},
 	})
 	b.tb.must(err, "configuration")
@@ -75,7 +78,7 @@ func (b *bench) addMany(n *testbed.Node, count int) []*testbed.Pod {
 	return pods
 }
 
-// listening fails unless the daemon says, and every netns shows, that all gates are open.
+// listening fails unless the daemon reports all pods as captured and every netns has listeners.
 func (b *bench) listening(d *testbed.Daemon, pods []*testbed.Pod) {
 	captured := 0
 	for _, a := range d.Status().Attachments {
@@ -103,7 +106,7 @@ func (b *bench) listening(d *testbed.Daemon, pods []*testbed.Pod) {
 	}
 }
 
-// cpu is the share of one core that a program takes for a while, in percent.
+// cpu measures for a duration the share of one core that a program uses, in percent.
 func (b *bench) cpu(p *testbed.Program, d time.Duration) float64 {
 	b.progress("idle for %s", d)
 	before, start := b.ticks(p), time.Now()
@@ -112,14 +115,14 @@ func (b *bench) cpu(p *testbed.Program, d time.Duration) float64 {
 	return 100 * (b.ticks(p) - before) / hertz / time.Since(start).Seconds()
 }
 
-// ticks is the processor time of a program: utime and stime of proc(5).
+// ticks returns the CPU time of a program in clock ticks: utime and stime of proc(5).
 func (b *bench) ticks(p *testbed.Program) float64 {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.Pid()))
-	b.tb.must(err, "processor time")
+	b.tb.must(err, "CPU time")
 	_, rest, _ := strings.Cut(string(data), ") ")
-	fields := strings.Fields(rest) // from the third on
+	fields := strings.Fields(rest) // begins with the third field, state
 	if len(fields) < 13 {
-		b.tb.Fatalf("%s cannot be read", data)
+		b.tb.Fatalf("/proc/%d/stat has too few fields: %s", p.Pid(), data)
 	}
 	utime, _ := strconv.Atoi(fields[11])
 	stime, _ := strconv.Atoi(fields[12])

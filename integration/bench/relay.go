@@ -7,14 +7,14 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// relayLoad is how much is done in one comparison.
+// relayLoad is the amount of work in one comparison.
 type relayLoad struct {
 	rounds int
 	bytes  int64 // of one download or upload
-	echoes int   // connections in a row
+	echoes int   // number of connections, one after the other
 }
 
-// benchLatency compares new connections through the fast proxy.
+// benchLatency compares the time of new connections through connectproxy.
 func benchLatency(b *bench) {
 	load := relayLoad{rounds: 15, echoes: 300}
 	if b.short {
@@ -23,11 +23,11 @@ func benchLatency(b *bench) {
 	n := b.newNode()
 	b.startConnectproxy(n)
 	got := b.latency(b.newSides(n, true), load)
-	b.add(b.compare("latency", "connect and echo, p50, against explicit", got, explicit, "µs").atMost(1.25))
-	b.add(b.compare("latency", "connect and echo, p50, against redsocks", got, redsocks, "µs").atMost(0.9))
+	b.add(b.compare("latency", "connect and echo, p50, relative to explicit", got, explicit, "µs").atMost(1.25))
+	b.add(b.compare("latency", "connect and echo, p50, relative to redsocks", got, redsocks, "µs").atMost(0.9))
 }
 
-// benchThroughput compares bulk data through the fast proxy.
+// benchThroughput compares the throughput of bulk data through connectproxy.
 func benchThroughput(b *bench) {
 	load := relayLoad{rounds: 11, bytes: 1 << 30}
 	if b.short {
@@ -38,13 +38,13 @@ func benchThroughput(b *bench) {
 	sides := b.newSides(n, true)
 	for _, w := range ways {
 		got := b.throughput(sides, load, w)
-		b.add(b.compare("throughput", w.name+", against explicit", got, explicit, "Gbit/s").atLeast(0.9))
-		b.add(b.compare("throughput", w.name+", against redsocks", got, redsocks, "Gbit/s").atLeast(1.15))
+		b.add(b.compare("throughput", w.name+", relative to explicit", got, explicit, "Gbit/s").atLeast(0.9))
+		b.add(b.compare("throughput", w.name+", relative to redsocks", got, redsocks, "Gbit/s").atLeast(1.15))
 	}
 }
 
-// benchMitmdump compares the ways through mitmproxy. It is told to ignore what it carries, whichever way that
-// comes: it would keep every byte of a flow in memory.
+// benchMitmdump compares latency and throughput through mitmdump. The option ignore_hosts makes mitmdump forward the
+// connections of all sides without recording them: it would keep every byte of a flow in memory.
 func benchMitmdump(b *bench) {
 	load := relayLoad{rounds: 11, bytes: 256 << 20, echoes: 100}
 	if b.short {
@@ -55,10 +55,12 @@ func benchMitmdump(b *bench) {
 	n.WaitListening(p, testbed.ProxyAddress)
 	sides := b.newSides(n, false)
 	got := b.latency(sides, load)
-	b.add(b.compare("mitmdump", "mitmdump: connect and echo, p50, against explicit", got, explicit, "µs").atMost(1.1))
+	b.add(b.compare("mitmdump", "mitmdump: connect and echo, p50, relative to explicit", got, explicit, "µs").
+		atMost(1.1))
 	for _, w := range ways {
 		got := b.throughput(sides, load, w)
-		b.add(b.compare("mitmdump", "mitmdump: "+w.name+", against explicit", got, explicit, "Gbit/s").atLeast(0.95))
+		b.add(b.compare("mitmdump", "mitmdump: "+w.name+", relative to explicit", got, explicit, "Gbit/s").
+			atLeast(0.95))
 	}
 }
 
@@ -82,11 +84,11 @@ var ways = []way{
 		if err := send(c, bytes); err != nil {
 			return err
 		}
-		return take(c, 1) // all of it has arrived
+		return take(c, 1) // the server confirms that it has read all bytes
 	}},
 }
 
-// throughput returns Gbit/s for each side and round.
+// throughput returns the throughput in Gbit/s for each side and round.
 func (b *bench) throughput(sides []side, load relayLoad, w way) [][]float64 {
 	return b.takeTurns(sides, load.rounds, w.name, func(s side) (float64, error) {
 		var took time.Duration
@@ -100,7 +102,7 @@ func (b *bench) throughput(sides []side, load relayLoad, w way) [][]float64 {
 	})
 }
 
-// latency returns the median of µs that a connection with one echo takes, for each side and round.
+// latency returns the median time in µs of a connection with one echo, for each side and round.
 func (b *bench) latency(sides []side, load relayLoad) [][]float64 {
 	return b.takeTurns(sides, load.rounds, "connect and echo", func(s side) (float64, error) {
 		var took []float64
@@ -127,14 +129,15 @@ func (b *bench) latency(sides []side, load relayLoad) [][]float64 {
 	})
 }
 
-// takeTurns measures every side once a round. The first round is for warming up.
-func (b *bench) takeTurns(sides []side, rounds int, what string, measure func(side) (float64, error)) [][]float64 {
-	b.progress("%s, %d rounds", what, rounds)
+// takeTurns measures every side once in each round and returns the values for each side and round. A first round for
+// warm-up is not counted.
+func (b *bench) takeTurns(sides []side, rounds int, name string, measure func(side) (float64, error)) [][]float64 {
+	b.progress("%s, %d rounds", name, rounds)
 	got := make([][]float64, len(sides))
 	for round := range rounds + 1 {
 		for i, s := range sides {
 			v, err := measure(s)
-			b.tb.must(err, fmt.Sprintf("%s, %s", what, s.name))
+			b.tb.must(err, fmt.Sprintf("%s, %s", name, s.name))
 			if round > 0 {
 				got[i] = append(got[i], v)
 			}

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// figure is one number with its unit; a ratio has none.
+// figure is one number with its name and unit. A ratio has no unit.
 type figure struct {
 	Name  string  `json:"name"`
 	Value float64 `json:"value"`
@@ -23,7 +23,7 @@ type figure struct {
 
 func (f figure) String() string { return strings.TrimSpace(number(f.Value) + " " + f.Unit) }
 
-// number has three digits that count.
+// number formats a value with three significant digits.
 func number(v float64) string {
 	switch {
 	case v == 0 || v >= 100:
@@ -37,16 +37,22 @@ func number(v float64) string {
 	}
 }
 
-// result is one line of the table. One without a budget is for orientation.
+// result is one line of the table. A result without a budget is for information.
 type result struct {
 	Part string `json:"part"`
 	figure
 	AtLeast *float64 `json:"atLeast,omitempty"`
 	AtMost  *float64 `json:"atMost,omitempty"`
 	Met     *bool    `json:"met,omitempty"`
-	// Quartiles of the rounds' ratios say how far the machine can be trusted.
+	// Quartiles of the rounds' ratios show how much the machine's performance varied.
 	Quartiles []float64 `json:"quartiles,omitempty"`
-	Beside    []figure  `json:"beside,omitempty"`
+	// Beside are the measurements from which the value was computed, and related ones.
+	Beside []figure `json:"beside,omitempty"`
+}
+
+// measured is a result without a budget.
+func measured(part, name string, value float64, unit string) result {
+	return result{Part: part, figure: figure{name, value, unit}}
 }
 
 func (r result) atLeast(limit float64) result {
@@ -88,7 +94,7 @@ func (r result) verdict() string {
 	}
 }
 
-// report is what a run has found.
+// report contains the results of a run, and the machine and the versions that they hold for.
 type report struct {
 	Time     time.Time `json:"time"`
 	Short    bool      `json:"short"`
@@ -105,20 +111,27 @@ type machine struct {
 
 func newReport(short bool) *report {
 	var u unix.Utsname
-	_ = unix.Uname(&u) // an empty name if it does not know
+	_ = unix.Uname(&u) // on failure, the kernel's release stays empty
 	return &report{
 		Time: time.Now().UTC().Truncate(time.Second), Short: short,
 		Machine: machine{unix.ByteSliceToString(u.Release[:]), runtime.NumCPU(), runtime.Version()},
 	}
 }
 
+// explanation is printed above the table.
+const explanation = `Comparisons have the sides sluice (a captured pod), explicit (a pod that uses the proxy itself)
+and redsocks (a pod in which redsocks redirects). The sides take turns in each round. "Relative to explicit" is the
+value of sluice divided by the value of explicit: the median of the rounds' ratios [quartiles]. For ADD it is the ratio
+of the medians.
+
+`
+
 func (r *report) print(out *os.File) {
-	fmt.Fprintf(out, "\nLinux %s, %d CPUs, %s, %s\n", r.Machine.Kernel, r.Machine.CPUs, r.Machine.Go, strings.Join(r.Versions, ", "))
-	fmt.Fprintln(out, "Throughput and latency: the sides take turns within a round; the median of the rounds' ratios [quartiles].")
-	fmt.Fprintln(out, "ADD: the ratio of the medians.")
-	fmt.Fprintln(out)
+	fmt.Fprintf(out, "\nLinux %s, %d CPUs, %s\n", r.Machine.Kernel, r.Machine.CPUs, r.Machine.Go)
+	fmt.Fprintf(out, "%s\n\n", strings.Join(r.Versions, ", "))
+	fmt.Fprint(out, explanation)
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(w, "WHAT\tBUDGET\tMEASURED\t\tBESIDE IT")
+	fmt.Fprintln(w, "MEASUREMENT\tBUDGET\tRESULT\t\tDETAILS")
 	for _, x := range r.Results {
 		measured := x.String()
 		if len(x.Quartiles) == 2 {
@@ -130,7 +143,7 @@ func (r *report) print(out *os.File) {
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", x.Name, x.budget(), measured, x.verdict(), strings.Join(beside, ", "))
 	}
-	_ = w.Flush() // to a terminal
+	_ = w.Flush() // a closed terminal is not a failure of the benchmark
 }
 
 func (r *report) write(path string) error {
@@ -144,7 +157,7 @@ func (r *report) write(path string) error {
 	return os.WriteFile(path, append(data, '\n'), 0o644)
 }
 
-// quantile of values; 0.5 is the median.
+// quantile returns the q-quantile of values, interpolated linearly. The 0.5-quantile is the median.
 func quantile(values []float64, q float64) float64 {
 	s := slices.Sorted(slices.Values(values))
 	at := q * float64(len(s)-1)
@@ -163,8 +176,7 @@ func ratio(part, name string, ours, theirs []float64) result {
 	for i := range ours {
 		ratios[i] = ours[i] / theirs[i]
 	}
-	return result{
-		Part: part, figure: figure{Name: name, Value: median(ratios)},
-		Quartiles: []float64{quantile(ratios, 0.25), quantile(ratios, 0.75)},
-	}
+	r := measured(part, name, median(ratios), "")
+	r.Quartiles = []float64{quantile(ratios, 0.25), quantile(ratios, 0.75)}
+	return r
 }

@@ -20,11 +20,11 @@ const (
 var (
 	server = netip.MustParseAddrPort(serverAddress)
 	web    = netip.MustParseAddrPort(webAddress)
-	// proxyOnBridge is the node's proxy as pods that use it themselves see it.
+	// proxyOnBridge is the address of the node's proxy for pods that use it explicitly.
 	proxyOnBridge = netip.AddrPortFrom(netip.MustParseAddr(bridgeAddress), 18080)
 )
 
-// newNode is a node with a server in the world, and a daemon that logs as much as it does by default.
+// newNode creates a node with a server in the world outside. Its daemon will log at the default level.
 func (b *bench) newNode() *testbed.Node {
 	n := testbed.NewNode(b.tb, b.bin)
 	n.LogLevel = "INFO"
@@ -33,28 +33,29 @@ func (b *bench) newNode() *testbed.Node {
 	return n
 }
 
-// startConnectproxy starts the fast proxy for the daemon and for pods.
+// startConnectproxy starts connectproxy, the fast proxy, for the daemon and for pods that use it explicitly.
 func (b *bench) startConnectproxy(n *testbed.Node) *testbed.Program {
 	p := testbed.Launch(n.Host, filepath.Join(b.bin, "connectproxy"), "-listen", "0.0.0.0:18080", "-quiet")
 	n.WaitListening(p, testbed.ProxyAddress)
 	return p
 }
 
-// side is one way to the server.
+// side is one way to reach the server.
 type side struct {
 	name  string
 	pod   *testbed.Pod
-	proxy netip.AddrPort // that the client asks itself
+	proxy netip.AddrPort // the proxy that the client uses explicitly, if valid
 }
 
-// The sides of a comparison.
+// The indices of the sides of a comparison.
 const (
 	sluice = iota
 	explicit
 	redsocks
 )
 
-// newSides makes the pods: captured by sluice, using the proxy itself, and behind redsocks.
+// newSides creates the pods of a comparison: a captured one, one that uses the proxy explicitly and, on request, one
+// behind redsocks.
 func (b *bench) newSides(n *testbed.Node, withRedsocks bool) []side {
 	n.StartDaemon()
 	sides := b.sidesOf(n)
@@ -64,12 +65,12 @@ func (b *bench) newSides(n *testbed.Node, withRedsocks bool) []side {
 		sides = append(sides, side{name: "redsocks", pod: pod})
 	}
 	for _, s := range sides {
-		b.tb.must(s.do(echo), "a first connection, "+s.name)
+		b.tb.must(s.do(echo), "first connection of "+s.name)
 	}
 	return sides
 }
 
-// sidesOf makes the first two.
+// sidesOf creates the captured pod and the pod that uses the proxy explicitly.
 func (b *bench) sidesOf(n *testbed.Node) []side {
 	return []side{
 		{name: "sluice", pod: n.AddPod("captured")},
@@ -84,14 +85,14 @@ func (b *bench) addUncaptured(n *testbed.Node, name string) *testbed.Pod {
 	return p
 }
 
-// startRedsocks runs redsocks in a pod's netns, with the rules that its manual has.
+// startRedsocks runs redsocks in a pod's netns, with the iptables rules from its manual.
 func (b *bench) startRedsocks(n *testbed.Node, p *testbed.Pod) {
 	const port = "12345"
 	conf := filepath.Join(n.Dir, "redsocks.conf")
 	text := fmt.Sprintf(`base { log_debug = off; log_info = off; daemon = off; redirector = iptables; }
 redsocks { local_ip = 127.0.0.1; local_port = %s; ip = %s; port = %d; type = http-connect; }
 `, port, proxyOnBridge.Addr(), proxyOnBridge.Port())
-	b.tb.must(os.WriteFile(conf, []byte(text), 0o600), "redsocks' configuration")
+	b.tb.must(os.WriteFile(conf, []byte(text), 0o600), "configuration of redsocks")
 	for _, rule := range []string{
 		"-o lo -j RETURN",
 		"-d " + bridgeAddress + " -j RETURN",
@@ -120,7 +121,7 @@ func (s side) do(f func(conn) error) error {
 	})
 }
 
-// echo sends a message and waits until it is back.
+// echo sends a message and waits for the server to send it back.
 func echo(c conn) error {
 	if _, err := c.Write(message(opEcho, 0)); err != nil {
 		return err

@@ -18,24 +18,25 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// addon is what makes mitmproxy take sockets; the benchmark runs in the repository.
+// addon makes mitmproxy accept on the sockets that sluiced hands over. The benchmark runs in the repository's root.
 const addon = "deploy/mitmproxy/sluice.py"
 
-// newSocketsNode is a node whose proxies accept in the netns of pods themselves.
+// newSocketsNode creates a node where the proxies accept connections in the netns of pods.
 func (b *bench) newSocketsNode() *testbed.Node {
 	n := b.newNode()
 	n.Config["upstream"] = map[string]any{"protocol": "sockets"}
 	return n
 }
 
-// launchAddon starts a mitmdump that takes sockets. It is told to ignore what it carries, as in benchMitmdump.
+// launchAddon starts a mitmdump that receives the sockets. It forwards without recording, as in benchMitmdump.
 func launchAddon(n *testbed.Node, args ...string) *testbed.Program {
 	return n.LaunchMitmdump(append([]string{
-		"--listen-host", "0.0.0.0", "--quiet", "--set", "ignore_hosts=.*", "--set", "sluice_socket=" + n.ProxySocket(), "-s", addon,
+		"--listen-host", "0.0.0.0", "--quiet", "--set", "ignore_hosts=.*",
+		"--set", "sluice_socket=" + n.ProxySocket(), "-s", addon,
 	}, args...)...)
 }
 
-// taken waits until so many proxies have the sockets of so many pods.
+// taken waits until the given number of proxies are connected and each has the sockets of the given number of pods.
 func (b *bench) taken(d *testbed.Daemon, proxies, pods int) {
 	testbed.Eventually(b.tb, "the sockets are handed over", func() bool {
 		up := d.Status().Upstream
@@ -48,7 +49,7 @@ func (b *bench) taken(d *testbed.Daemon, proxies, pods int) {
 	})
 }
 
-// benchSockets compares proxies that take the sockets with the same proxies used explicitly.
+// benchSockets compares proxies that accept on the handed-over sockets with the same proxies used explicitly.
 func benchSockets(b *bench) {
 	load := relayLoad{rounds: 11, bytes: 256 << 20, echoes: 100}
 	if b.short {
@@ -59,10 +60,12 @@ func benchSockets(b *bench) {
 	n.WaitListening(p, testbed.ProxyAddress)
 	sides := b.newSides(n, false)
 	got := b.latency(sides, load)
-	b.add(b.compare("sockets", "sockets, mitmdump: connect and echo, p50, against explicit", got, explicit, "µs").atMost(1))
+	b.add(b.compare("sockets", "sockets, mitmdump: connect and echo, p50, relative to explicit", got, explicit, "µs").
+		atMost(1))
 	for _, w := range ways {
 		got := b.throughput(sides, load, w)
-		b.add(b.compare("sockets", "sockets, mitmdump: "+w.name+", against explicit", got, explicit, "Gbit/s").atLeast(1))
+		b.add(b.compare("sockets", "sockets, mitmdump: "+w.name+", relative to explicit", got, explicit, "Gbit/s").
+			atLeast(1))
 	}
 	b.fastSockets()
 	b.waitingSockets()
@@ -70,7 +73,7 @@ func benchSockets(b *bench) {
 	b.attachSockets()
 }
 
-// fastSockets is with the fast proxy.
+// fastSockets does the same comparison with connectproxy.
 func (b *bench) fastSockets() {
 	load := relayLoad{rounds: 11, bytes: 1 << 30, echoes: 300}
 	if b.short {
@@ -78,19 +81,21 @@ func (b *bench) fastSockets() {
 	}
 	n := b.newSocketsNode()
 	d := n.StartDaemon()
-	p := testbed.Launch(n.Host, filepath.Join(b.bin, "connectproxy"), "-listen", "0.0.0.0:18080", "-quiet", "-sockets", n.ProxySocket())
+	p := testbed.Launch(n.Host, filepath.Join(b.bin, "connectproxy"),
+		"-listen", "0.0.0.0:18080", "-quiet", "-sockets", n.ProxySocket())
 	n.WaitListening(p, testbed.ProxyAddress)
 	sides := b.sidesOf(n)
 	b.taken(d, 1, 1)
 	got := b.latency(sides, load)
-	b.add(b.compare("sockets", "sockets, fast proxy: connect and echo, p50, against explicit", got, explicit, "µs"))
+	b.add(b.compare("sockets", "sockets, fast proxy: connect and echo, p50, relative to explicit", got, explicit, "µs"))
 	for _, w := range ways {
 		got := b.throughput(sides, load, w)
-		b.add(b.compare("sockets", "sockets, fast proxy: "+w.name+", against explicit", got, explicit, "Gbit/s").atLeast(1))
+		b.add(b.compare("sockets", "sockets, fast proxy: "+w.name+", relative to explicit", got, explicit, "Gbit/s").
+			atLeast(1))
 	}
 }
 
-// waitingSockets lets many connections wait in the kernel.
+// waitingSockets measures the memory of connections that wait in the kernel, and counts those that are served later.
 func (b *bench) waitingSockets() {
 	pods, each := 20, 500
 	if b.short {
@@ -105,49 +110,51 @@ func (b *bench) waitingSockets() {
 	for i := range pods {
 		captured = append(captured, n.AddPod(fmt.Sprint("pod", i)))
 	}
-	for range 20 { // to ask for it costs memory once
+	for range 20 { // the first status requests make the daemon's memory grow
 		d.Status()
 	}
 	before := b.rss(d.Program)
 	c := b.newClients(captured, each, netip.AddrPort{})
-	c.run(all, "connected, and has asked", func() bool { return c.in[asked]+c.in[lost] == all })
-	testbed.Eventually(b.tb, "the daemon sees all of them wait", func() bool { return waiting(d.Status()) == c.in[asked] })
+	c.run(all, "waiting", func() bool { return c.in[asked]+c.in[lost] == all })
+	b.waitUntilCounted(d, c.in[asked])
 	time.Sleep(time.Second)
 	during := b.rss(d.Program)
-	b.add(result{Part: "sockets", figure: figure{fmt.Sprintf("sockets: %d waiting, memory for each", all), (during - before) / float64(all), "B"}}.atMost(100).
-		beside("before", before/(1<<20), "MiB").beside("waiting", during/(1<<20), "MiB"))
-	b.add(result{Part: "sockets", figure: figure{"sockets: refused", float64(c.in[lost]), ""}}.atMost(0))
+	name := fmt.Sprintf("sockets: daemon's memory for each of %d waiting connections", all)
+	b.add(measured("sockets", name, (during-before)/float64(all), "B").atMost(100).
+		beside("before", before/(1<<20), "MiB").beside("while they wait", during/(1<<20), "MiB"))
+	b.add(measured("sockets", "sockets: refused connections", float64(c.in[lost]), "").atMost(0))
 	launchAddon(n)
 	start := time.Now()
 	c.run(all, "served", func() bool { return c.in[served]+c.in[lost] == all })
-	b.add(result{Part: "sockets", figure: figure{"sockets: then served by mitmdump", float64(c.in[served]), ""}}.atLeast(float64(all)).
-		beside("all after", time.Since(start).Seconds(), "s"))
+	b.add(measured("sockets", "sockets: connections that mitmdump serves then", float64(c.in[served]), "").
+		atLeast(float64(all)).
+		beside("time from the start of mitmdump", time.Since(start).Seconds(), "s"))
 	c.close()
 }
 
-// sharedSockets compares two processes of mitmdump that share the sockets with one. They look at every request, as they do
-// for people.
+// sharedSockets compares two processes of mitmdump that share the sockets with one process. They parse every request.
 func (b *bench) sharedSockets() {
-	for1, rounds := 2*time.Second, 7
+	period, rounds := 2*time.Second, 7
 	if b.short {
-		for1, rounds = time.Second, 3
+		period, rounds = time.Second, 3
 	}
 	n := b.newSocketsNode()
 	d := n.StartDaemon()
 	pod := n.AddPod("captured")
 	launch := func(port string) *testbed.Program {
-		return n.LaunchMitmdump("--listen-port", port, "--quiet", "--set", "sluice_socket="+n.ProxySocket(), "-s", addon)
+		return n.LaunchMitmdump("--listen-port", port, "--quiet",
+			"--set", "sluice_socket="+n.ProxySocket(), "-s", addon)
 	}
 	launch("18080")
 	b.taken(d, 1, 1)
-	b.rate(pod, for1) // Python has seen everything once
+	b.rate(pod, period) // warm-up
 	var rates [2][]float64
 	for range rounds {
-		rates[0] = append(rates[0], b.rate(pod, for1))
+		rates[0] = append(rates[0], b.rate(pod, period))
 		two := launch("18081")
 		b.taken(d, 2, 1)
-		b.rate(pod, for1)
-		rates[1] = append(rates[1], b.rate(pod, for1))
+		b.rate(pod, period)
+		rates[1] = append(rates[1], b.rate(pod, period))
 		two.Kill()
 		b.taken(d, 1, 1)
 	}
@@ -155,12 +162,14 @@ func (b *bench) sharedSockets() {
 	for range rounds {
 		ideal = append(ideal, b.busy(2)/b.busy(1))
 	}
-	b.add(ratio("sockets", "sockets: two mitmdump processes against one", rates[1], rates[0]).atLeast(1.6).
+	b.add(ratio("sockets", "sockets: requests of two mitmdump processes, relative to one", rates[1], rates[0]).
+		atLeast(1.6).
 		beside("two", median(rates[1]), "/s").beside("one", median(rates[0]), "/s").
-		beside("two programs that share nothing, against one", median(ideal), ""))
+		beside("two independent programs, relative to one", median(ideal), ""))
 }
 
-// busy is how much so many programs that compute get done together: two CPUs may be two threads of one core.
+// busy runs independent programs that compute for one second, and returns the sum of their work. It shows the speed-up
+// that the machine allows: two CPUs may be two threads of one core.
 func (b *bench) busy(programs int) float64 {
 	const program = `
 import time
@@ -174,9 +183,9 @@ print(n)`
 	for range programs {
 		wg.Go(func() {
 			out, err := exec.Command("/usr/bin/python3", "-c", program).Output()
-			b.tb.must(err, "a program that computes")
+			b.tb.must(err, "running a Python program")
 			n, err := strconv.ParseInt(strings.TrimSpace(string(out)), 10, 64)
-			b.tb.must(err, "what it prints")
+			b.tb.must(err, "reading the output of a Python program")
 			done.Add(n)
 		})
 	}
@@ -184,7 +193,8 @@ print(n)`
 	return float64(done.Load())
 }
 
-// rate is how many HTTP requests, each on a connection of its own, are served in a second, by many clients at a time.
+// rate measures for a duration the number of HTTP requests per second. 16 clients send requests at a time, each on a
+// new connection.
 func (b *bench) rate(pod *testbed.Pod, d time.Duration) float64 {
 	var count atomic.Int64
 	var wg sync.WaitGroup
@@ -206,14 +216,14 @@ func (b *bench) rate(pod *testbed.Pod, d time.Duration) float64 {
 				}
 				return nil
 			})
-			b.tb.must(err, "a client")
+			b.tb.must(err, "HTTP client")
 		})
 	}
 	wg.Wait()
 	return float64(count.Load()) / d.Seconds()
 }
 
-// attachSockets measures how soon a proxy has the sockets of a new pod.
+// attachSockets measures the time from the end of ADD until a proxy has the sockets of the new pod.
 func (b *bench) attachSockets() {
 	pods := 50
 	if b.short {
@@ -222,18 +232,20 @@ func (b *bench) attachSockets() {
 	n := b.newSocketsNode()
 	n.StartDaemon()
 	attached, err := attachments(n.ProxySocket())
-	b.tb.must(err, "a proxy that takes sockets")
+	b.tb.must(err, "connecting to the proxy socket")
 	var after []float64
 	for i := range pods {
 		n.AddPod(fmt.Sprint("pod", i))
 		added := time.Now()
 		after = append(after, float64((<-attached).Sub(added))/float64(time.Millisecond))
 	}
-	b.add(result{Part: "sockets", figure: figure{"sockets: a proxy has them after the end of ADD", slices.Max(after), "ms"}}.atMost(10).
+	b.add(measured("sockets", "sockets: time from the end of ADD until the proxy has them, maximum",
+		slices.Max(after), "ms").
+		atMost(10).
 		beside("median", median(after), "ms"))
 }
 
-// attachments connects as a proxy; the channel gives the times at which it was handed sockets.
+// attachments connects to sluiced as a proxy. The channel delivers the times at which sockets arrive.
 func attachments(socket string) (<-chan time.Time, error) {
 	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: socket, Net: "unixpacket"})
 	if err != nil {
@@ -250,7 +262,7 @@ func attachments(socket string) (<-chan time.Time, error) {
 			now := time.Now()
 			unixsock.Close(files)
 			if err != nil || k == 0 {
-				return // the daemon has ended
+				return // the daemon has closed the connection
 			}
 			var m struct{ Kind, ID string }
 			if json.Unmarshal(b[:k], &m) != nil {
@@ -266,7 +278,7 @@ func attachments(socket string) (<-chan time.Time, error) {
 				answer = fmt.Sprintf(`{"kind": "detached", "id": %q}`, m.ID)
 			}
 			if answer != "" {
-				_, _ = c.Write([]byte(answer)) // the next read tells
+				_, _ = c.Write([]byte(answer)) // after a failure, the next read fails too
 			}
 		}
 	}()

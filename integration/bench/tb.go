@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tb is what the fixture builds its worlds on: a failure, or a signal, takes down what was built and ends the
+// tb implements the part of testing.TB that the testbed needs. A failure or a signal runs the cleanups and ends the
 // process.
 type tb struct {
 	mu       sync.Mutex
@@ -48,10 +48,10 @@ func (t *tb) Fatalf(format string, args ...any) {
 	t.end(1)
 }
 
-// must is for errors that nothing can be done about.
-func (t *tb) must(err error, what string) {
+// must ends the benchmark on an error. action names the failed action or its object.
+func (t *tb) must(err error, action string) {
 	if err != nil {
-		t.Fatalf("%s: %v", what, err)
+		t.Fatalf("%s: %v", action, err)
 	}
 }
 
@@ -63,18 +63,18 @@ func (t *tb) Cleanup(f func()) {
 	}
 	t.mu.Unlock()
 	if ending {
-		f() // made while everything goes
+		f() // the cleanups have run already
 	}
 }
 
 func (t *tb) TempDir() string {
 	dir, err := os.MkdirTemp("", "sluice-bench-")
-	t.must(err, "temporary directory")
+	t.must(err, "creating a temporary directory")
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	return dir
 }
 
-// within runs f and then cleans up what it made.
+// within runs f, and then the cleanups that f has registered.
 func (t *tb) within(f func()) {
 	t.mu.Lock()
 	depth := len(t.cleanups)
@@ -83,6 +83,7 @@ func (t *tb) within(f func()) {
 	t.unwind(depth)
 }
 
+// unwind runs the cleanups from the last one down to the given depth.
 func (t *tb) unwind(depth int) {
 	for {
 		t.mu.Lock()
@@ -98,7 +99,7 @@ func (t *tb) unwind(depth int) {
 	}
 }
 
-// end cleans up and exits. Whoever else wants to fail meanwhile waits for that.
+// end runs all cleanups and exits. Another goroutine that calls it meanwhile blocks until the process has exited.
 func (t *tb) end(code int) {
 	t.mu.Lock()
 	first := !t.ending

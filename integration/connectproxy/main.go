@@ -1,5 +1,5 @@
-// Command connectproxy is a small fast HTTP CONNECT proxy: the upstream of benchmarks, of tests that need one
-// which can be told how to behave, and of the demo where mitmproxy cannot be had.
+// Command connectproxy is a small and fast HTTP CONNECT proxy: the upstream of the benchmark, of tests, and of the demo
+// on machines without mitmproxy. With -sockets it also accepts connections in the netns of captured pods.
 package main
 
 import (
@@ -16,9 +16,9 @@ import (
 )
 
 func main() {
-	listen := flag.String("listen", "127.0.0.1:18080", "address to listen on")
+	listen := flag.String("listen", "127.0.0.1:18080", "listen on this `address`")
 	quiet := flag.Bool("quiet", false, "do not log each connection")
-	sluiced := flag.String("sockets", "", "take the sockets of pods from sluiced at this path, too")
+	sluiced := flag.String("sockets", "", "also receive the listening sockets of pods from sluiced at this `path`")
 	flag.Parse()
 	if *sluiced != "" {
 		t := &taker{path: *sluiced, quiet: *quiet}
@@ -28,7 +28,7 @@ func main() {
 	os.Exit(1)
 }
 
-// run returns only when it cannot go on.
+// run serves until it can no longer accept connections. It always returns an error.
 func run(listen string, quiet bool) error {
 	l, err := net.Listen("tcp", listen)
 	if err != nil {
@@ -48,25 +48,26 @@ func run(listen string, quiet bool) error {
 	}
 }
 
-// serve owns client.
+// serve serves one client, and closes its connection.
 func serve(client *net.TCPConn, quiet bool) error {
-	defer client.Close() //nolint:errcheck // whatever there was to say has been said
+	defer client.Close() //nolint:errcheck // all data have been sent, or the connection has failed already
 	in := bufio.NewReader(client)
 	req, err := http.ReadRequest(in)
 	if err != nil {
 		return ignoreEOF(err)
 	}
 	if req.Method != http.MethodConnect {
-		return say(client, "405 Method Not Allowed")
+		return respond(client, "405 Method Not Allowed")
 	}
 	c, err := net.Dial("tcp", req.Host)
 	if err != nil {
-		return say(client, "502 Bad Gateway")
+		return respond(client, "502 Bad Gateway")
 	}
 	server := c.(*net.TCPConn)
 	defer server.Close() //nolint:errcheck // as above
 	if !quiet {
-		log.Printf("CONNECT %s for %s/%s", req.Host, req.Header.Get("Sluice-Pod-Namespace"), req.Header.Get("Sluice-Pod-Name"))
+		log.Printf("CONNECT %s for %s/%s", req.Host,
+			req.Header.Get("Sluice-Pod-Namespace"), req.Header.Get("Sluice-Pod-Name"))
 	}
 	if _, err := io.WriteString(client, "HTTP/1.1 200 Connection established\r\n\r\n"); err != nil {
 		return err
@@ -79,6 +80,7 @@ func serve(client *net.TCPConn, quiet bool) error {
 	return nil
 }
 
+// join copies between two connections in both directions, until both directions have ended.
 func join(client, server *net.TCPConn) {
 	var wg sync.WaitGroup
 	wg.Go(func() { carry(server, client) })
@@ -86,12 +88,14 @@ func join(client, server *net.TCPConn) {
 	wg.Wait()
 }
 
-func say(c net.Conn, status string) error {
+// respond sends an HTTP response without a body.
+func respond(c net.Conn, status string) error {
 	_, err := fmt.Fprintf(c, "HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n", status)
 	return err
 }
 
-// carry copies one direction and passes its end on; an error ends both.
+// carry copies one direction, and passes a half-close on. After an error it ends both connections, the one that it
+// writes to with a reset.
 func carry(to, from *net.TCPConn) {
 	if _, err := io.Copy(to, from); err != nil {
 		_ = to.SetLinger(0)
@@ -103,7 +107,7 @@ func carry(to, from *net.TCPConn) {
 }
 
 func ignoreEOF(err error) error {
-	if errors.Is(err, io.EOF) { // somebody looked whether we are here
+	if errors.Is(err, io.EOF) { // a probe, which connects and sends nothing
 		return nil
 	}
 	return err

@@ -14,7 +14,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 )
 
-// message is what of docs/proxies.md matters here.
+// message is a message of the protocol in docs/proxies.md, with the fields that this proxy uses.
 type message struct {
 	Kind        string `json:"kind"`
 	Version     int    `json:"version,omitempty"`
@@ -25,7 +25,8 @@ type message struct {
 	Error       string `json:"error,omitempty"`
 }
 
-// taker accepts on the sockets that sluiced hands over. What it holds it keeps when sluiced goes, and comes again.
+// taker accepts connections on the sockets that sluiced hands over. When sluiced ends, taker keeps the sockets and
+// reconnects.
 type taker struct {
 	path  string
 	quiet bool
@@ -33,39 +34,40 @@ type taker struct {
 	held  map[string]holding
 }
 
-// holding is the sockets of one netns.
+// holding contains the sockets of one netns.
 type holding struct {
-	files     []*os.File // to be shown to the next sluiced
+	files     []*os.File // sent to the next sluiced with "held"
 	listeners []net.Listener
 }
 
 func (h holding) close() {
 	unixsock.Close(h.files)
 	for _, l := range h.listeners {
-		_ = l.Close() // it ends who accepts
+		_ = l.Close() // ends the goroutine that accepts on it
 	}
 }
 
-// run comes to sluiced again and again.
+// run connects to sluiced again and again.
 func (t *taker) run() {
 	t.held = map[string]holding{}
-	for said := ""; ; time.Sleep(100 * time.Millisecond) {
-		if err := t.talk(); err.Error() != said {
-			said = err.Error()
-			log.Printf("%s: %s; trying again", t.path, said)
+	for logged := ""; ; time.Sleep(100 * time.Millisecond) {
+		if err := t.talk(); err.Error() != logged {
+			logged = err.Error()
+			log.Printf("%s: %s; connecting again", t.path, logged)
 		}
 	}
 }
 
-// talk is one conversation with sluiced.
+// talk connects to sluiced and obeys its messages until the connection ends. It always returns an error.
 func (t *taker) talk() error {
 	c, err := net.Dial("unixpacket", t.path)
 	if err != nil {
 		return err
 	}
 	sluiced := c.(*net.UnixConn)
-	defer sluiced.Close() //nolint:errcheck // it ended for another reason
-	if err := tell(sluiced, message{Kind: "hello", Version: 1, Name: "connectproxy", Held: len(t.held)}, nil); err != nil {
+	defer sluiced.Close() //nolint:errcheck // talk returns the error that ended the connection
+	hello := message{Kind: "hello", Version: 1, Name: "connectproxy", Held: len(t.held)}
+	if err := tell(sluiced, hello, nil); err != nil {
 		return err
 	}
 	for id, h := range t.held {
@@ -113,7 +115,7 @@ func (t *taker) obey(sluiced *net.UnixConn, m message, files []*os.File) error {
 	case "ping":
 		return tell(sluiced, message{Kind: "state", Connections: int(t.open.Load())}, nil)
 	case "error":
-		return fmt.Errorf("it refuses: %s", m.Error)
+		return fmt.Errorf("sluiced refuses this proxy: %s", m.Error)
 	}
 	return nil
 }
@@ -130,16 +132,16 @@ func (t *taker) accept(l net.Listener) {
 	for {
 		c, err := l.Accept()
 		if err != nil {
-			return // let go of
+			return // closed by holding.close
 		}
 		go func() {
 			t.open.Add(1)
 			defer t.open.Add(-1)
 			client := c.(*net.TCPConn)
-			defer client.Close() //nolint:errcheck // whatever there was to say has been said
+			defer client.Close() //nolint:errcheck // all data have been sent, or the connection has failed already
 			to, err := conntrack.OriginalDestination(client)
 			if err != nil {
-				log.Printf("original destination: %v", err)
+				log.Printf("reading the original destination of a connection: %v", err)
 				return
 			}
 			server, err := net.DialTCP("tcp", nil, net.TCPAddrFromAddrPort(to))
