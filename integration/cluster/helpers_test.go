@@ -18,12 +18,12 @@ import (
 	"github.com/sluice-cni/sluice/integration/cluster/programs"
 )
 
-// testNode is a node that is down when the test ends.
+// testNode is a node that is taken down when the test ends.
 type testNode struct {
 	node.Config
-	tb       *testing.T
-	programs map[string]string
-	spaces   map[string]bool // its namespaces, once it is up
+	tb         *testing.T
+	programs   map[string]string
+	namespaces map[string]bool // the node's namespaces, such as "net:[4026531840]", once it is up
 }
 
 func newNode(t *testing.T, dualStack bool) *testNode {
@@ -32,11 +32,13 @@ func newNode(t *testing.T, dualStack bool) *testNode {
 	if err != nil {
 		t.Fatal(err)
 	}
-	paths, err := programs.Build(t.Context(), filepath.Join(repository, "integration/cluster"), filepath.Join(repository, "bin/cluster"), os.Stderr)
+	source, cache := filepath.Join(repository, "integration/cluster"), filepath.Join(repository, "bin/cluster")
+	paths, err := programs.Build(t.Context(), source, cache, os.Stderr)
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &testNode{Config: node.Config{Dir: filepath.Join(t.TempDir(), "node"), DualStack: dualStack}, tb: t, programs: paths}
+	config := node.Config{Dir: filepath.Join(t.TempDir(), "node"), DualStack: dualStack}
+	n := &testNode{Config: config, tb: t, programs: paths}
 	t.Cleanup(n.down)
 	return n
 }
@@ -66,13 +68,13 @@ func (n *testNode) up(ctx context.Context, paths map[string]string) {
 	if err := n.tryUp(ctx, paths); err != nil {
 		n.tb.Fatal(err)
 	}
-	n.spaces = map[string]bool{}
+	n.namespaces = map[string]bool{}
 	for kind := range strings.FieldsSeq("mnt net pid") {
-		n.spaces[strings.TrimSpace(n.exec("readlink", "/proc/1/ns/"+kind))] = true
+		n.namespaces[strings.TrimSpace(n.exec("readlink", "/proc/1/ns/"+kind))] = true
 	}
 }
 
-// down takes the node down and sees that it is.
+// down takes the node down, and fails the test if a process, a file or a mount remains.
 func (n *testNode) down() {
 	n.tb.Helper()
 	if err := node.Down(n.Config); err != nil {
@@ -80,19 +82,19 @@ func (n *testNode) down() {
 	}
 	n.expectNothingRuns()
 	if _, err := os.Stat(n.Dir); !os.IsNotExist(err) {
-		n.tb.Errorf("%s: %v, want nothing", n.Dir, err)
+		n.tb.Errorf("the folder %s still exists (%v)", n.Dir, err)
 	}
 	mounts, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
 		n.tb.Fatal(err)
 	}
 	if strings.Contains(string(mounts), n.Dir) {
-		n.tb.Errorf("mounts are left:\n%s", mounts)
+		n.tb.Errorf("mounts of the node remain:\n%s", mounts)
 	}
 }
 
-// expectNothingRuns: soon, when the dead are collected, no process has the node's folder in its command line, or is
-// in its namespaces.
+// expectNothingRuns fails the test if a process of the node still runs after five seconds. Until a killed process has
+// been reaped, it is still in /proc.
 func (n *testNode) expectNothingRuns() {
 	n.tb.Helper()
 	var left []string
@@ -101,17 +103,18 @@ func (n *testNode) expectNothingRuns() {
 			return
 		}
 	}
-	n.tb.Errorf("processes are left: %q", left)
+	n.tb.Errorf("processes of the node remain: %q", left)
 }
 
+// running lists the processes that have the node's folder in their command line, or are in its namespaces.
 func (n *testNode) running() (left []string) {
-	processes, _ := filepath.Glob("/proc/[0-9]*") // the pattern is good
+	processes, _ := filepath.Glob("/proc/[0-9]*") // the only possible error is a malformed pattern
 	for _, p := range processes {
 		line, _ := os.ReadFile(p + "/cmdline")
 		here := strings.Contains(string(line), `"`+n.Dir+`"`)
 		for kind := range strings.FieldsSeq("mnt net pid") {
-			space, _ := os.Readlink(p + "/ns/" + kind)
-			here = here || n.spaces[space]
+			namespace, _ := os.Readlink(p + "/ns/" + kind)
+			here = here || n.namespaces[namespace]
 		}
 		if here {
 			left = append(left, p+" "+string(line))
@@ -134,7 +137,7 @@ func (n *testNode) load(i images.Image, err error) {
 	}
 }
 
-// script makes a program.
+// script creates a shell script and returns its path.
 func (n *testNode) script(text string) string {
 	n.tb.Helper()
 	path := filepath.Join(n.tb.TempDir(), "script")
@@ -183,11 +186,12 @@ func (n *testNode) must(out string, err error) string {
 	return out
 }
 
-func (n *testNode) eventually(what string, cond func() bool) {
+// eventually waits up to 30 seconds for a condition. wanted describes it.
+func (n *testNode) eventually(wanted string, cond func() bool) {
 	n.tb.Helper()
 	for deadline := time.Now().Add(30 * time.Second); !cond(); time.Sleep(200 * time.Millisecond) {
 		if time.Now().After(deadline) {
-			n.tb.Fatalf("it never happened: %s", what)
+			n.tb.Fatalf("timed out waiting for: %s", wanted)
 		}
 	}
 }

@@ -1,11 +1,11 @@
-// Cluster brings a Kubernetes node up on one Linux machine, as root, without containers around it and without a
-// registry: from Go modules and the machine's packages.
+// Cluster runs a Kubernetes node on a Linux machine, as root. The node does not run in a container and uses no
+// registry: its programs are built from Go modules, and its images from the machine's packages.
 //
-//	cluster up [--dual-stack] [--dir DIR]     prints the path of the kubeconfig
-//	cluster load [--dir DIR] [IMAGE.tar…]     gives the node images, from files or standard input
-//	cluster image NAME [PROGRAM…] >IMAGE.tar  makes an image: see the package images
-//	cluster exec [--dir DIR] [--world] -- COMMAND…
-//	cluster down [--dir DIR]
+//	cluster up [--dual-stack] [--dir DIR]           starts a node, and prints the path of the kubeconfig
+//	cluster load [--dir DIR] [IMAGE.tar…]           loads images onto the node, from files or standard input
+//	cluster image NAME [PROGRAM…] >IMAGE.tar        builds an image: tools, sluice or mitmproxy
+//	cluster exec [--dir DIR] [--world] -- COMMAND…  runs a command on the node
+//	cluster down [--dir DIR]                        stops the node and removes its files
 package main
 
 import (
@@ -53,12 +53,13 @@ func command(ctx context.Context, name string, args []string) error {
 	var c node.Config
 	var world bool
 	flags := flag.NewFlagSet("cluster "+name, flag.ContinueOnError)
-	flags.StringVar(&c.Dir, "dir", "", "where the node's state is (default: bin/cluster/node of the repository)")
+	flags.StringVar(&c.Dir, "dir", "", "the `folder` of the node's state (default: bin/cluster/node of the repository)")
 	switch name {
 	case "up":
 		flags.BoolVar(&c.DualStack, "dual-stack", false, "give pods and Services IPv6 addresses too")
 	case "exec":
-		flags.BoolVar(&world, "world", false, "run it in the world outside the node, at "+node.WorldIPv4+" and "+node.WorldIPv6)
+		flags.BoolVar(&world, "world", false,
+			"run the command in the network outside the node, at "+node.WorldIPv4+" and "+node.WorldIPv6)
 	}
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -111,7 +112,7 @@ func up(ctx context.Context, c node.Config, source, cache string) error {
 	return nil
 }
 
-// load gives the node images from files, or from standard input.
+// load loads images onto the node, from files or from standard input.
 func load(ctx context.Context, c node.Config, files []string) error {
 	if len(files) == 0 {
 		return node.Load(ctx, c, os.Stdin)
@@ -130,10 +131,10 @@ func load(ctx context.Context, c node.Config, files []string) error {
 	return nil
 }
 
-// execute becomes a command on the node.
+// execute replaces this process by a command on the node.
 func execute(c node.Config, world bool, args []string) error {
 	if len(args) == 0 {
-		return errors.New("which command?")
+		return errors.New("name the command to run")
 	}
 	argv, env, err := node.Command(c, world, args...)
 	if err != nil {
@@ -148,7 +149,7 @@ func execute(c node.Config, world bool, args []string) error {
 
 func image(args []string) error {
 	if len(args) == 0 {
-		return errors.New("which image? tools, sluice or mitmproxy")
+		return errors.New("name the image to build: tools, sluice or mitmproxy")
 	}
 	i, err := images.Named(args[0], args[1:])
 	if err != nil {
@@ -157,7 +158,7 @@ func image(args []string) error {
 	return i.Write(os.Stdout)
 }
 
-// findRepository finds the repository from a folder in it, or from this program's place in it.
+// findRepository finds the repository's root above the working directory, or above the folder of this program.
 func findRepository() (string, error) {
 	here, err := os.Getwd()
 	if err != nil {

@@ -73,7 +73,7 @@ spec:
   ports: [{port: 8080}]
 `
 
-// TestNode brings up two nodes side by side, and on each of them a client, a server and a proxy.
+// TestNode runs two nodes side by side, each with a client, a server and a proxy.
 func TestNode(t *testing.T) {
 	t.Parallel()
 	for name, dualStack := range map[string]bool{"single stack": false, "dual stack": true} {
@@ -94,8 +94,9 @@ func TestNode(t *testing.T) {
 			n.phase("deletion", func() {
 				n.kubectl("", "delete", "--wait", "daemonset/mitmproxy", "pod/client", "pod/server")
 				n.kubectl("", "wait", "--for=delete", "--timeout=1m", "pod", "--all")
-				n.eventually("nothing of the pods is left", func() bool {
-					return n.exec("ls", "/run/netns") == "world\n" && !strings.Contains(n.exec("ip", "-o", "link"), "veth")
+				n.eventually("no netns and no veth of a pod remains", func() bool {
+					netns, links := n.exec("ls", "/run/netns"), n.exec("ip", "-o", "link")
+					return netns == "world\n" && !strings.Contains(links, "veth")
 				})
 			})
 			n.phase("down", n.down)
@@ -125,11 +126,12 @@ func (n *testNode) traffic(dualStack bool) {
 		outside = append(outside, "["+node.WorldIPv6+"]")
 	}
 	if len(ips) != families || len(podIPs) != families {
-		n.tb.Errorf("the Service has the addresses %v and the pod %v, want %d each", ips, podIPs, families)
+		n.tb.Errorf("the Service has the addresses %v and the pod has %v, want %d each", ips, podIPs, families)
 	}
 	get := func(proxy, url, want string) func() bool {
 		return func() bool {
-			got, err := n.try("", n.Dir+"/kubectl", "exec", "client", "--", "env", proxy, "timeout", "5", "wget", "-qO-", url)
+			got, err := n.try("", n.Dir+"/kubectl", "exec", "client", "--",
+				"env", proxy, "timeout", "5", "wget", "-qO-", url)
 			return err == nil && strings.TrimSpace(got) == want
 		}
 	}
@@ -137,28 +139,32 @@ func (n *testNode) traffic(dualStack bool) {
 		if strings.Contains(ip, ":") {
 			ip = "[" + ip + "]"
 		}
-		n.eventually("a Service answers at "+ip, get("NO=proxy", "http://"+ip+"/hostname", "server"))
+		n.eventually("the Service responds at "+ip, get("NO=proxy", "http://"+ip+"/hostname", "server"))
 	}
 	for _, host := range outside {
-		n.eventually("the world answers at "+host, get("NO=proxy", "http://"+host+"/hostname", node.Name))
+		n.eventually("the world responds at "+host, get("NO=proxy", "http://"+host+"/hostname", node.Name))
 	}
-	hostIP := n.jsonpath("pod/client", "{.status.hostIP}")
-	n.eventually("the proxy is at its hostPort", get("http_proxy=http://"+hostIP+":18080", "http://"+outside[0]+"/hostname", node.Name))
-	proxyIP := n.jsonpath("service/mitmproxy", "{.spec.clusterIP}")
-	n.eventually("the proxy is at its local Service", get("http_proxy=http://"+proxyIP+":8080", "http://"+outside[0]+"/hostname", node.Name))
+	hostname := "http://" + outside[0] + "/hostname"
+	hostPort := "http_proxy=http://" + n.jsonpath("pod/client", "{.status.hostIP}") + ":18080"
+	n.eventually("the proxy responds at its hostPort", get(hostPort, hostname, node.Name))
+	service := "http_proxy=http://" + n.jsonpath("service/mitmproxy", "{.spec.clusterIP}") + ":8080"
+	n.eventually("the proxy responds at its local Service", get(service, hostname, node.Name))
 	if log := n.kubectl("", "logs", "daemonset/mitmproxy"); strings.Count(log, "GET http://"+outside[0]) < 2 {
 		n.tb.Errorf("the proxy has not seen both requests:\n%s", log)
 	}
 	token := n.kubectl("", "create", "token", "default")
 	if strings.Count(token, ".") != 2 {
-		n.tb.Errorf("a token of the ServiceAccount is %q", token)
+		n.tb.Errorf("the token of the ServiceAccount is %q, want three parts separated by dots", token)
 	}
-	if can, _ := n.try("", n.Dir+"/kubectl", "auth", "can-i", "list", "pods", "--as=system:serviceaccount:default:default"); can != "no\n" {
-		n.tb.Errorf("may the default ServiceAccount list pods? %q", can)
+	can, _ := n.try("", n.Dir+"/kubectl", "auth", "can-i", "list", "pods",
+		"--as=system:serviceaccount:default:default") // exits with 1 for "no"
+	if can != "no\n" {
+		n.tb.Errorf("kubectl auth can-i, for the default ServiceAccount to list pods: got %q, want no", can)
 	}
 }
 
-// TestNodeThatFails: a component that does not start is named, its log shown, and nothing is left running.
+// TestNodeThatFails checks that the error names a component that does not start and contains its log, and that no
+// process remains.
 func TestNodeThatFails(t *testing.T) {
 	t.Parallel()
 	n := newNode(t, false)
@@ -170,13 +176,13 @@ func TestNodeThatFails(t *testing.T) {
 	}
 	n.expectNothingRuns()
 	if _, err := os.Stat(filepath.Join(n.Dir, "root/var/log/node/kube-apiserver.log")); err != nil {
-		t.Errorf("the logs are to stay: %v", err)
+		t.Errorf("the logs should remain: %v", err)
 	}
 	n.down()
 	n.down()
 }
 
-// TestNodeInterrupted: nothing of a node is left when it is not wanted any more before it is up.
+// TestNodeInterrupted checks that no process of a node remains when the context ends before the node is up.
 func TestNodeInterrupted(t *testing.T) {
 	t.Parallel()
 	n := newNode(t, false)

@@ -11,19 +11,20 @@ import (
 
 const dpkgDir = "/var/lib/dpkg"
 
-// unneeded are packages that only installing and configuring needs.
+// unneeded are packages that are only needed to install and configure other packages.
 var unneeded = []string{"debconf", "dpkg", "init-system-helpers", "perl-base", "tar"}
 
-// unshipped are files that no program reads.
-var unshipped = regexp.MustCompile(`^/usr/(share/(doc|man|info|lintian|bug|locale|icons|applications|pixmaps)|include)(/|$)|^/\.$`)
+// unshipped matches files that no program reads.
+var unshipped = regexp.MustCompile(
+	`^/usr/(share/(doc|man|info|lintian|bug|locale|icons|applications|pixmaps)|include)(/|$)|^/\.$`)
 
-// pkg is an installed package, as dpkg's status file has it.
+// pkg is an installed package in dpkg's status file.
 type pkg struct {
 	name, arch string
-	depends    [][]string // one of each of these
+	depends    [][]string // each element lists alternatives
 }
 
-// packages adds the files of packages and of all that they depend on.
+// packages adds the files of packages and, recursively, of their dependencies.
 func (t *tree) packages(roots ...string) error {
 	installed, err := installedPackages()
 	if err != nil {
@@ -36,7 +37,7 @@ func (t *tree) packages(roots ...string) error {
 	for todo := roots; len(todo) > 0; todo = todo[1:] {
 		p, ok := installed[todo[0]]
 		if !ok {
-			return fmt.Errorf("the package %s is not installed (integration/setup.sh e2e does it)", todo[0])
+			return fmt.Errorf("the package %s is not installed (integration/setup.sh e2e installs it)", todo[0])
 		}
 		if seen[p.name] {
 			continue
@@ -46,7 +47,8 @@ func (t *tree) packages(roots ...string) error {
 			return fmt.Errorf("adding the files of the package %s: %w", p.name, err)
 		}
 		for _, alternatives := range p.depends {
-			if i := slices.IndexFunc(alternatives, func(name string) bool { _, ok := installed[name]; return ok }); i >= 0 {
+			i := slices.IndexFunc(alternatives, func(name string) bool { _, ok := installed[name]; return ok })
+			if i >= 0 {
 				todo = append(todo, alternatives[i])
 			}
 		}
@@ -54,7 +56,7 @@ func (t *tree) packages(roots ...string) error {
 	return nil
 }
 
-// packageFiles adds what a package has installed, and what Python has compiled of it.
+// packageFiles adds the files of a package, and the bytecode that Python has compiled from them.
 func (t *tree) packageFiles(p pkg) error {
 	list, err := os.ReadFile(filepath.Join(dpkgDir, "info", p.name+".list"))
 	if os.IsNotExist(err) {
@@ -68,11 +70,12 @@ func (t *tree) packageFiles(p pkg) error {
 			continue
 		}
 		if _, err := os.Lstat(name); err != nil {
-			continue // a conffile, or documentation, that the machine's administrator does without
+			continue // the administrator has removed the file, such as a conffile or documentation
 		}
 		t.file(name)
 		if dir, base := filepath.Split(name); strings.HasSuffix(base, ".py") {
-			compiled, err := filepath.Glob(filepath.Join(dir, "__pycache__", strings.TrimSuffix(base, ".py")+".cpython-*.pyc"))
+			pattern := strings.TrimSuffix(base, ".py") + ".cpython-*.pyc"
+			compiled, err := filepath.Glob(filepath.Join(dir, "__pycache__", pattern))
 			if err != nil {
 				return err
 			}
@@ -86,11 +89,11 @@ func (t *tree) packageFiles(p pkg) error {
 
 var packageName = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]*`)
 
-// installedPackages are the machine's packages, by their names and by what they provide.
+// installedPackages returns the machine's packages by name, real or virtual.
 func installedPackages() (map[string]pkg, error) {
 	status, err := os.ReadFile(filepath.Join(dpkgDir, "status"))
 	if err != nil {
-		return nil, fmt.Errorf("images are made of Debian packages: %w", err)
+		return nil, fmt.Errorf("reading the installed Debian packages, which images are built from: %w", err)
 	}
 	installed := map[string]pkg{}
 	provided := map[string]pkg{}
@@ -129,7 +132,7 @@ func installedPackages() (map[string]pkg, error) {
 	return installed, nil
 }
 
-// relations are the names in a field like "libc6 (>= 2.34), python3 | python3:any".
+// relations returns the package names in a field such as "libc6 (>= 2.34), python3 | python3:any".
 func relations(value string) [][]string {
 	var all [][]string
 	for one := range strings.SplitSeq(value, ",") {

@@ -15,7 +15,7 @@ func TestRelations(t *testing.T) {
 	}
 }
 
-// TestPackages packs a small package with all that it needs, twice the same.
+// TestPackages packs a small package with its dependencies, twice, with the same result.
 func TestPackages(t *testing.T) {
 	t.Parallel()
 	var archives [2][]byte
@@ -24,7 +24,8 @@ func TestPackages(t *testing.T) {
 		if err := files.packages("iptables"); err != nil {
 			t.Fatal(err)
 		}
-		for _, name := range []string{"/usr/sbin/xtables-nft-multi", "/usr/lib/" + triplet(t) + "/libc.so.6", "/lib", "/etc/passwd"} {
+		libc := "/usr/lib/" + triplet(t) + "/libc.so.6"
+		for _, name := range []string{"/usr/sbin/xtables-nft-multi", libc, "/lib", "/etc/passwd"} {
 			if _, ok := files.entries[name]; !ok {
 				t.Errorf("%s is missing", name)
 			}
@@ -35,23 +36,23 @@ func TestPackages(t *testing.T) {
 		}
 	}
 	if !bytes.Equal(archives[0], archives[1]) {
-		t.Error("the same files make different archives")
+		t.Error("two archives of the same files differ")
 	}
 }
 
 func TestPackageThatIsNotInstalled(t *testing.T) {
 	t.Parallel()
 	if err := newTree().packages("no-such-package"); err == nil {
-		t.Error("want an error")
+		t.Error("got no error for a package that is not installed")
 	}
 }
 
-// triplet is the name of Debian's folder for this architecture's libraries.
+// triplet returns the name of Debian's folder for this architecture's libraries.
 func triplet(t *testing.T) string {
 	t.Helper()
 	name, ok := map[string]string{"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}[architecture]
 	if !ok {
-		t.Fatalf("the folder for the libraries of %s?", architecture)
+		t.Fatalf("the test does not know the library folder of %s", architecture)
 	}
 	return name
 }

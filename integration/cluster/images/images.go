@@ -1,4 +1,4 @@
-// Package images makes container images out of files of this machine: no registry, no builder.
+// Package images builds container images from files of this machine, without a registry and without Docker.
 package images
 
 import (
@@ -15,13 +15,13 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
-// Image is an image with its name.
+// Image is a container image with its name.
 type Image struct {
 	tag   name.Tag
 	image v1.Image
 }
 
-// newImage makes an image of one layer. It is not compressed: it goes no further than this machine.
+// newImage builds an image of one layer. The layer is not compressed, because the image stays on this machine.
 func newImage(reference string, files *tree, config v1.Config) (Image, error) {
 	tag, err := name.NewTag(reference)
 	if err != nil {
@@ -42,7 +42,7 @@ func newImage(reference string, files *tree, config v1.Config) (Image, error) {
 	return Image{tag, image}, err
 }
 
-// Write writes the image as `ctr images import` and `docker load` read it.
+// Write writes the image as an archive that `ctr images import` and `docker load` can read.
 func (i Image) Write(w io.Writer) error {
 	if err := tarball.Write(i.tag, i.image, w); err != nil {
 		return fmt.Errorf("writing image %s: %w", i.tag, err)
@@ -50,7 +50,7 @@ func (i Image) Write(w io.Writer) error {
 	return nil
 }
 
-// Bytes is what Write writes.
+// Bytes returns the archive that Write writes.
 func (i Image) Bytes() ([]byte, error) {
 	var b bytes.Buffer
 	err := i.Write(&b)

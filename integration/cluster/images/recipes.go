@@ -15,7 +15,8 @@ const architecture = runtime.GOARCH
 
 const searchPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// Named makes the image that is called tools, sluice or mitmproxy, with programs of the caller's.
+// Named builds the image with the given name: tools, sluice or mitmproxy. programs are paths of programs that the image
+// tools or sluice is to contain.
 func Named(name string, programs []string) (Image, error) {
 	switch name {
 	case "tools":
@@ -25,20 +26,22 @@ func Named(name string, programs []string) (Image, error) {
 	case "mitmproxy":
 		return Mitmproxy()
 	default:
-		return Image{}, fmt.Errorf("there is no image %q: there are tools, sluice and mitmproxy", name)
+		return Image{}, fmt.Errorf("unknown image %q: want tools, sluice or mitmproxy", name)
 	}
 }
 
-// Pause is localhost/pause:node, for sandboxes: it sleeps.
+// Pause builds localhost/pause:node, the image of sandboxes. Its only process sleeps.
 func Pause() (Image, error) {
 	t := newTree()
 	if err := t.busybox(); err != nil {
 		return Image{}, err
 	}
-	return newImage("localhost/pause:node", t, v1.Config{Entrypoint: []string{"/bin/sleep", "2147483647"}, Env: []string{searchPath}})
+	return newImage("localhost/pause:node", t, v1.Config{
+		Entrypoint: []string{"/bin/sleep", "2147483647"}, Env: []string{searchPath},
+	})
 }
 
-// Tools is tools:e2e: busybox, and programs that need nothing else.
+// Tools builds tools:e2e with busybox and the given static programs.
 func Tools(programs ...string) (Image, error) {
 	t := newTree()
 	if err := t.busybox(); err != nil {
@@ -48,7 +51,8 @@ func Tools(programs ...string) (Image, error) {
 	return newImage("tools:e2e", t, v1.Config{Cmd: []string{"sh"}, Env: []string{searchPath}})
 }
 
-// Sluice is sluice:e2e: sluice and sluiced, of the given paths, on what the project's Dockerfile puts them on.
+// Sluice builds sluice:e2e with the given programs, sluice and sluiced, and with the packages that the project's
+// Dockerfile installs.
 func Sluice(programs ...string) (Image, error) {
 	t := newTree()
 	if err := t.packages("iptables", "base-files", "libc-bin"); err != nil {
@@ -57,15 +61,19 @@ func Sluice(programs ...string) (Image, error) {
 	if err := t.busybox(); err != nil {
 		return Image{}, err
 	}
-	// What Debian's update-alternatives would link.
-	for _, name := range []string{"iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tables-save", "ip6tables-restore"} {
-		t.symlink("/usr/sbin/"+name, "xtables-nft-multi")
+	// Debian's update-alternatives creates these links when a package is configured.
+	for _, name := range []string{"iptables", "ip6tables"} {
+		for _, suffix := range []string{"", "-save", "-restore"} {
+			t.symlink("/usr/sbin/"+name+suffix, "xtables-nft-multi")
+		}
 	}
 	t.programs(programs)
-	return newImage("sluice:e2e", t, v1.Config{Entrypoint: []string{"sluiced"}, Cmd: []string{"run"}, Env: []string{searchPath}})
+	return newImage("sluice:e2e", t, v1.Config{
+		Entrypoint: []string{"sluiced"}, Cmd: []string{"run"}, Env: []string{searchPath},
+	})
 }
 
-// Mitmproxy is mitmproxy:e2e: mitmdump and mitmweb of the machine's package, with all they need.
+// Mitmproxy builds mitmproxy:e2e with mitmdump and mitmweb from the machine's package, and with its dependencies.
 func Mitmproxy() (Image, error) {
 	t := newTree()
 	if err := t.packages("mitmproxy"); err != nil {
@@ -75,7 +83,9 @@ func Mitmproxy() (Image, error) {
 		return Image{}, err
 	}
 	t.file("/etc/ssl/certs/ca-certificates.crt")
-	return newImage("mitmproxy:e2e", t, v1.Config{Cmd: []string{"mitmdump"}, Env: []string{searchPath, "HOME=/root", "LANG=C.UTF-8"}})
+	return newImage("mitmproxy:e2e", t, v1.Config{
+		Cmd: []string{"mitmdump"}, Env: []string{searchPath, "HOME=/root", "LANG=C.UTF-8"},
+	})
 }
 
 func (t *tree) programs(paths []string) {
@@ -84,7 +94,7 @@ func (t *tree) programs(paths []string) {
 	}
 }
 
-// busybox adds busybox, which must be static, as everything that it can be and is not there yet.
+// busybox adds busybox, which must be linked statically, and a link for each applet that the tree does not contain yet.
 func (t *tree) busybox() error {
 	source, err := exec.LookPath("busybox")
 	if err != nil {
@@ -96,11 +106,11 @@ func (t *tree) busybox() error {
 	}
 	defer program.Close() //nolint:errcheck // only read
 	if program.Section(".interp") != nil {
-		return fmt.Errorf("%s is not static: images need busybox-static", source)
+		return fmt.Errorf("%s is linked dynamically: images need the package busybox-static", source)
 	}
 	list, err := exec.Command(source, "--list").Output()
 	if err != nil {
-		return fmt.Errorf("asking busybox what it is: %w", err)
+		return fmt.Errorf("listing the applets of busybox: %w", err)
 	}
 	t.program("/usr/bin/busybox", source)
 	for name := range strings.FieldsSeq(string(list)) {

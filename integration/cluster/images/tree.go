@@ -15,19 +15,21 @@ import (
 	"time"
 )
 
-// tree is the files of an image, by path.
+// tree contains the files of an image, by path.
 type tree struct {
 	entries map[string]entry
 	err     error // the first failure
 }
 
+// entry is a file, folder or link in a tree.
 type entry struct {
 	header tar.Header
-	source string // the file on this machine that has the content
-	data   []byte // or the content
+	source string // the path of the content on this machine, or
+	data   []byte // the content
 }
 
-// newTree is a root in which /bin, /lib and so on are in /usr, and which has the folders that programs expect.
+// newTree creates a root folder in which /bin, /lib, /lib64 and /sbin are links into /usr, with the folders that
+// programs expect.
 func newTree() *tree {
 	t := &tree{entries: map[string]entry{}}
 	for _, name := range []string{"bin", "lib", "lib64", "sbin"} {
@@ -63,7 +65,8 @@ func (t *tree) symlink(name, target string) {
 }
 
 func (t *tree) text(name, text string) {
-	t.add(name, entry{header: tar.Header{Typeflag: tar.TypeReg, Mode: 0o644, Size: int64(len(text))}, data: []byte(text)})
+	header := tar.Header{Typeflag: tar.TypeReg, Mode: 0o644, Size: int64(len(text))}
+	t.add(name, entry{header: header, data: []byte(text)})
 }
 
 // program adds a file of this machine under another name.
@@ -73,10 +76,12 @@ func (t *tree) program(name, source string) {
 		t.fail(err)
 		return
 	}
-	t.add(name, entry{header: tar.Header{Typeflag: tar.TypeReg, Mode: 0o755, Size: info.Size(), ModTime: info.ModTime()}, source: source})
+	header := tar.Header{Typeflag: tar.TypeReg, Mode: 0o755, Size: info.Size(), ModTime: info.ModTime()}
+	t.add(name, entry{header: header, source: source})
 }
 
-// file adds a file, link or folder of this machine under its own name, less what /bin, /lib and so on are links to.
+// file adds a file, link or folder of this machine under its own path, with the links in the path resolved. An entry
+// that newTree has created stays.
 func (t *tree) file(source string) {
 	dir, err := filepath.EvalSymlinks(filepath.Dir(source))
 	if err != nil {
@@ -98,13 +103,13 @@ func (t *tree) file(source string) {
 	case info.Mode()&fs.ModeSymlink != 0:
 		target, err := os.Readlink(name)
 		t.fail(err)
-		if _, ok := t.entries[name]; !ok { // /bin and its like are there already
+		if _, ok := t.entries[name]; !ok { // newTree has created /bin, /lib and so on
 			t.symlink(name, target)
 		}
 	case info.Mode().IsRegular():
 		t.add(name, entry{header: tar.Header{
 			Typeflag: tar.TypeReg, Mode: int64(info.Mode().Perm()), Size: info.Size(),
-			// Python takes what it has compiled for current by the time of the source.
+			// Python uses compiled bytecode only if it records the modification time of the source.
 			ModTime: info.ModTime(),
 		}, source: name})
 	}
@@ -116,7 +121,7 @@ func (t *tree) fail(err error) {
 	}
 }
 
-// tar is the tree as an archive, the same for the same files.
+// tar returns the tree as an archive. The same files result in the same bytes.
 func (t *tree) tar() ([]byte, error) {
 	if t.err != nil {
 		return nil, t.err

@@ -1,5 +1,6 @@
-// Kube is Kubernetes in one program: it is what it is called as, kube-apiserver, kubelet, kubectl and so on.
-// One binary links what they share once, in a fraction of the time and space.
+// Kube contains all Kubernetes programs in one binary: kube-apiserver, kubelet, kubectl and so on. The name by which it
+// is started selects the program. The programs share most of their code, so that one binary takes a fraction of the
+// time to link and of the disk space.
 package main
 
 import (
@@ -41,7 +42,7 @@ func main() {
 	}
 	server, ok := servers[name]
 	if !ok {
-		fmt.Fprintf(os.Stderr, "%s: call it kubectl, or as one of the servers of Kubernetes\n", name)
+		fmt.Fprintf(os.Stderr, "%s: start this program as kubectl or by the name of a Kubernetes server\n", name)
 		os.Exit(2)
 	}
 	os.Exit(cli.Run(server()))

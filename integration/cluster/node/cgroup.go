@@ -13,7 +13,7 @@ import (
 
 const cgroupRoot = "/sys/fs/cgroup"
 
-// cgroups are the node's cgroup in each of the machine's hierarchies, of both versions.
+// cgroups returns the node's cgroup in each hierarchy of the machine, of cgroup v1 and v2.
 func (c Config) cgroups() ([]string, error) {
 	data, err := os.ReadFile("/proc/self/mounts")
 	if err != nil {
@@ -22,7 +22,10 @@ func (c Config) cgroups() ([]string, error) {
 	var dirs []string
 	for line := range strings.Lines(string(data)) {
 		fields := strings.Fields(line)
-		if len(fields) > 2 && (fields[2] == "cgroup" || fields[2] == "cgroup2") && strings.HasPrefix(fields[1], cgroupRoot) {
+		if len(fields) < 3 || !strings.HasPrefix(fields[1], cgroupRoot) {
+			continue
+		}
+		if fields[2] == "cgroup" || fields[2] == "cgroup2" {
 			dirs = append(dirs, filepath.Join(fields[1], c.cgroup()))
 		}
 	}
@@ -38,7 +41,7 @@ func (c Config) makeCgroups() error {
 		if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 			return fmt.Errorf("making the node's cgroup: %w", err)
 		}
-		// The unified hierarchy, where it is the only one.
+		// True only on a machine with the unified hierarchy alone.
 		if parent := filepath.Dir(dir); parent == cgroupRoot {
 			if err := enableControllers(parent); err != nil {
 				return err
@@ -48,7 +51,7 @@ func (c Config) makeCgroups() error {
 	return nil
 }
 
-// enableControllers lets the cgroups in dir have all controllers that dir has: kubelet wants them in its root.
+// enableControllers enables all controllers of dir for the cgroups in dir: kubelet requires them in its root cgroup.
 func enableControllers(dir string) error {
 	controllers, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
 	if err != nil {
@@ -62,7 +65,7 @@ func enableControllers(dir string) error {
 	return nil
 }
 
-// removeCgroups removes the node's cgroups, in which nothing runs any more.
+// removeCgroups removes the node's cgroups. Their processes must have ended.
 func (c Config) removeCgroups() error {
 	dirs, err := c.cgroups()
 	if err != nil {
@@ -75,7 +78,7 @@ func (c Config) removeCgroups() error {
 	return errors.Join(errs...)
 }
 
-// removeCgroup removes a cgroup and those in it, from the leaves up: its files cannot be removed, and need not be.
+// removeCgroup removes a cgroup and the cgroups in it, from the leaves up. The kernel removes the files in it.
 func removeCgroup(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -88,7 +91,7 @@ func removeCgroup(dir string) error {
 			}
 		}
 	}
-	// A process that was killed takes a moment to leave.
+	// A killed process leaves its cgroup with a delay.
 	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 		err := syscall.Rmdir(dir)
 		if err == nil || errors.Is(err, fs.ErrNotExist) {

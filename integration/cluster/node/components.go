@@ -8,34 +8,35 @@ import (
 	"net/http"
 )
 
-// manyRequests are for controllers that would otherwise wait most of the time that it takes to come up.
+// manyRequests raises the client-side rate limits: with the defaults, the controllers wait for most of the start.
 var manyRequests = []string{"--kube-api-qps=500", "--kube-api-burst=1000"}
 
-// component is a program that runs on the node as long as the node does.
+// component is a program that runs on the node for as long as the node runs.
 type component struct {
 	name string
 	args []string
-	// ready returns nil when the component does its work.
+	// ready returns nil when the component is ready.
 	ready func(context.Context) error
 }
 
 const containerdSocket = "/run/containerd/containerd.sock"
 
 func (c Config) containerd() component {
-	return component{"containerd", []string{"--config", "/etc/containerd/config.toml"}, func(ctx context.Context) error {
+	listening := func(ctx context.Context) error {
 		conn, err := new(net.Dialer).DialContext(ctx, "unix", containerdSocket)
 		if err != nil {
 			return err
 		}
 		return conn.Close()
-	}}
+	}
+	return component{"containerd", []string{"--config", "/etc/containerd/config.toml"}, listening}
 }
 
 func (c Config) etcd() component {
 	const client, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
 	return component{"etcd", []string{
 		"--name", Name,
-		"--data-dir", "/run/etcd", // in memory: a cluster for tests need not wait for a disk
+		"--data-dir", "/run/etcd", // a tmpfs: a cluster for tests does not need to wait for a disk
 		"--listen-client-urls", client, "--advertise-client-urls", client,
 		"--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", Name + "=" + peer,
 	}, answers(client + "/health")}
@@ -102,7 +103,7 @@ func (c Config) kubeletConfig() map[string]any {
 		"cgroupRoot":               "/" + c.cgroup(),
 		"failCgroupV1":             false,
 		"failSwapOn":               false,
-		// There is no DNS unless a test runs one in the world.
+		// The node has no DNS server. A test can run one in the world outside.
 		"clusterDNS":    []string{WorldIPv4},
 		"clusterDomain": "cluster.local",
 		"authentication": map[string]any{
@@ -111,7 +112,8 @@ func (c Config) kubeletConfig() map[string]any {
 			"x509":      map[string]any{"clientCAFile": kubeDir + "/ca.crt"},
 		},
 		"authorization": map[string]any{"mode": "Webhook"},
-		// The machine's disk is not the node's to judge, nor are images that no registry has to be collected.
+		// The node must not evict pods because the machine's disk or memory is full, and must not collect images: no
+		// registry has them.
 		"evictionHard": map[string]string{
 			"memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%",
 			"imagefs.available": "0%", "imagefs.inodesFree": "0%",
@@ -123,7 +125,8 @@ func (c Config) kubeletConfig() map[string]any {
 }
 
 func (c Config) proxy() component {
-	return component{"kube-proxy", []string{"--config=" + kubeDir + "/kube-proxy.yaml"}, answers("http://127.0.0.1:10256/healthz")}
+	args := []string{"--config=" + kubeDir + "/kube-proxy.yaml"}
+	return component{"kube-proxy", args, answers("http://127.0.0.1:10256/healthz")}
 }
 
 func (c Config) proxyConfig() map[string]any {
@@ -135,12 +138,14 @@ func (c Config) proxyConfig() map[string]any {
 		"mode":             "iptables",
 		"detectLocalMode":  "ClusterCIDR",
 		"clusterCIDR":      c.families(podsIPv4, podsIPv6),
-		// Limits of the machine's kernel, not of the node's network.
-		"conntrack": map[string]any{"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+		// Zero leaves these settings as they are: they belong to the machine's kernel, not to the node's netns.
+		"conntrack": map[string]any{
+			"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s",
+		},
 	}
 }
 
-// families is what is for IPv4, and with dual stack what is for IPv6 too.
+// families returns the value for IPv4 or, with dual stack, the values for both families, separated by a comma.
 func (c Config) families(ipv4, ipv6 string) string {
 	if c.DualStack {
 		return ipv4 + "," + ipv6
@@ -148,11 +153,11 @@ func (c Config) families(ipv4, ipv6 string) string {
 	return ipv4
 }
 
-// answers tells whether url answers with 200.
+// answers returns a check that succeeds if url responds with status 200.
 func answers(url string) func(context.Context) error {
 	client := &http.Client{Transport: &http.Transport{
 		DisableKeepAlives: true,
-		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // only to see whether it is there
+		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // the check sends no secret, and uses only the status
 	}}
 	return func(ctx context.Context) error {
 		request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
@@ -163,7 +168,7 @@ func answers(url string) func(context.Context) error {
 		if err != nil {
 			return err
 		}
-		_ = response.Body.Close() // the status says it
+		_ = response.Body.Close() // only the status matters
 		if response.StatusCode != http.StatusOK {
 			return fmt.Errorf("%s: %s", url, response.Status)
 		}

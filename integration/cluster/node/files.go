@@ -17,10 +17,10 @@ import (
 
 // Folders in Dir.
 const (
-	rootDir       = "root"       // what the node's root has that the machine's has not
-	workDir       = "work"       // overlayfs wants it
-	mergedDir     = "merged"     // where the node's root is mounted, in its own mount namespace
-	containerdDir = "containerd" // /var/lib/containerd: overlays do not go on an overlay
+	rootDir       = "root"       // the upper layer of the node's root: its differences from the machine's root
+	workDir       = "work"       // overlayfs needs it
+	mergedDir     = "merged"     // the mount point of the node's root, in the node's mount namespace
+	containerdDir = "containerd" // /var/lib/containerd: an overlay on an overlay does not work
 	kubeletDir    = "kubelet"    // /var/lib/kubelet
 )
 
@@ -46,13 +46,13 @@ var environment = []string{
 	"KUBECONFIG=" + adminConfig,
 }
 
-// ownDirs are folders of which the node sees nothing that the machine may have in them.
+// ownDirs are folders whose content on the machine is hidden from the node.
 var ownDirs = []string{
 	"/etc/cni", "/opt/cni", "/etc/containerd", "/etc/kubernetes", "/etc/nri", "/opt/nri", "/etc/cdi",
 	"/var/lib/cni", "/var/lib/containerd", "/var/lib/kubelet", "/var/log/pods", "/var/log/containers", logDir,
 }
 
-// files writes files of the node, up to the first failure.
+// files writes files of the node. After the first failure it writes no more, and keeps the error.
 type files struct {
 	root string
 	err  error
@@ -89,7 +89,7 @@ func (f *files) pair(path string, p pki.Pair) {
 	f.write(path+".key", p.Key)
 }
 
-// ownDir makes a folder that hides the machine's.
+// ownDir creates a folder that hides the machine's folder of the same name.
 func (f *files) ownDir(path string) {
 	f.make(path, func(target string) error {
 		if err := os.MkdirAll(target, 0o755); err != nil {
@@ -102,13 +102,13 @@ func (f *files) ownDir(path string) {
 	})
 }
 
-// link puts a program that nobody writes to in place.
+// link adds a program as a hard link, which takes no time and no space. The node must not write to the file.
 func (f *files) link(path, from string) {
 	f.make(path, func(target string) error {
 		if err := os.Link(from, target); err == nil {
 			return nil
 		}
-		return copyFile(from, target) // another file system
+		return copyFile(from, target) // for example, on another file system
 	})
 }
 
@@ -133,7 +133,7 @@ func copyFile(from, to string) error {
 	return target.Close()
 }
 
-// layDown writes all files that make the machine a node.
+// layDown writes all files of the node.
 func (c Config) layDown(paths map[string]string, pause []byte) error {
 	for _, name := range []string{rootDir, workDir, mergedDir, containerdDir, kubeletDir} {
 		if err := os.MkdirAll(c.path(name), 0o755); err != nil {
@@ -148,7 +148,7 @@ func (c Config) layDown(paths map[string]string, pause []byte) error {
 		f.link(filepath.Join(binDir, name), paths[name])
 	}
 	for _, name := range programs.CNI {
-		f.copy(filepath.Join("/opt/cni/bin", name), paths[name]) // its owner may do as it likes there
+		f.copy(filepath.Join("/opt/cni/bin", name), paths[name]) // a copy, because tests may change it
 	}
 	f.write(pauseTar, pause)
 	f.text("/etc/hostname", Name+"\n")
@@ -184,7 +184,10 @@ func (c Config) layDownKeys(f *files) error {
 	}
 	f.pair(kubeDir+"/ca", ca.Pair)
 	server, err := ca.Server("kube-apiserver",
-		[]string{"localhost", Name, "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"},
+		[]string{
+			"localhost", Name,
+			"kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local",
+		},
 		[]net.IP{
 			net.IPv4(127, 0, 0, 1), net.IPv6loopback, net.ParseIP(nodeIPv4), net.ParseIP(nodeIPv6),
 			firstOf(servicesIPv4), firstOf(servicesIPv6),
@@ -225,7 +228,7 @@ func (c Config) layDownKeys(f *files) error {
 
 func (c Config) apiURL() string { return fmt.Sprintf("https://127.0.0.1:%d", c.Port) }
 
-// firstOf is the first address of a range of Services: that of the API server.
+// firstOf returns the first address of a Service CIDR, which is the address of the Service "kubernetes".
 func firstOf(cidr string) net.IP {
 	ip, _, err := net.ParseCIDR(cidr)
 	if err != nil {
@@ -242,7 +245,7 @@ const containerdConfig = `version = 4
     sandbox = 'localhost/pause:node'
 
 [plugins.'io.containerd.cri.v1.runtime']
-  # Where there is no CAP_SYS_RESOURCE, no process may become less likely to be killed than this one.
+  # Without CAP_SYS_RESOURCE, containerd must not give a process a lower oom_score_adj than its own.
   restrict_oom_score_adj = true
   [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
     runtime_type = 'io.containerd.runc.v2'
@@ -269,7 +272,7 @@ func (c Config) conflist() string {
 		},
 	}, "", "  ")
 	if err != nil {
-		panic(err) // nothing in it that JSON has not
+		panic(err) // all values have a JSON form
 	}
 	return string(data) + "\n"
 }

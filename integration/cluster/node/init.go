@@ -13,14 +13,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Descriptors that start hands on, through the first process to the supervisor.
+// Descriptors that start passes to the node's first process, and that process to the supervisor.
 const (
-	reportFD = 3 // where what is said to follow goes
+	reportFD = 3 // the pipe that follow reads
 	apiFD    = 4 // the machine's listener for the API server
 )
 
-// initialize is the node's first process, in namespaces that are still as the machine's: it makes the node's root,
-// starts the supervisor, and then collects processes that nobody else does.
+// initialize runs in the node's first process, whose new namespaces still have the machine's content. It creates the
+// node's root, starts the supervisor, and then reaps orphaned processes.
 func initialize(argument string) (err error) {
 	report := os.NewFile(reportFD, "report")
 	defer func() { fmt.Fprintln(report, err) }()
@@ -44,7 +44,7 @@ func initialize(argument string) (err error) {
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("starting the supervisor: %w", err)
 	}
-	_ = report.Close() // its end is the supervisor's, from now on
+	_ = report.Close() // only the supervisor keeps the pipe open now: follow notices when the supervisor ends
 	for {
 		var status unix.WaitStatus
 		pid, err := unix.Wait4(-1, &status, 0, nil)
@@ -58,10 +58,10 @@ func initialize(argument string) (err error) {
 	}
 }
 
-// enterRoot makes this process's root the node's.
+// enterRoot mounts the node's root and makes it the root of this process.
 func (c Config) enterRoot() error {
 	if strings.ContainsAny(c.Dir, `:,\`) {
-		return fmt.Errorf("the path %q has a character that overlayfs takes for its own", c.Dir)
+		return fmt.Errorf("the path %q contains a character that has a meaning in overlayfs options", c.Dir)
 	}
 	root := c.path(mergedDir)
 	in := func(path string) string { return filepath.Join(root, path) }
@@ -71,8 +71,8 @@ func (c Config) enterRoot() error {
 		data                 string
 	}
 	steps := []mount{
-		{"", "/", "", unix.MS_REC | unix.MS_PRIVATE, ""}, // from here on nothing reaches the machine
-		{"overlay", root, "overlay", 0, fmt.Sprintf("lowerdir=/,upperdir=%s,workdir=%s", c.path(rootDir), c.path(workDir))},
+		{"", "/", "", unix.MS_REC | unix.MS_PRIVATE, ""}, // from here on, mounts do not propagate to the machine
+		{"overlay", root, "overlay", 0, "lowerdir=/,upperdir=" + c.path(rootDir) + ",workdir=" + c.path(workDir)},
 		{"proc", in("/proc"), "proc", 0, ""},
 		{"sysfs", in("/sys"), "sysfs", 0, ""},
 		{"/sys/fs/cgroup", in("/sys/fs/cgroup"), "", unix.MS_BIND | unix.MS_REC, ""},
@@ -96,17 +96,17 @@ func (c Config) enterRoot() error {
 		return err
 	}
 	if err := unix.Unmount("/run/old", unix.MNT_DETACH); err != nil {
-		return fmt.Errorf("letting go of the machine's root: %w", err)
+		return fmt.Errorf("unmounting the machine's root: %w", err)
 	}
-	// As systemd has it: what is mounted in one place is seen by whoever has that place mounted.
+	// systemd makes mounts shared too. Pods rely on it: a new mount propagates into their hostPath volumes.
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SHARED, ""); err != nil {
 		return fmt.Errorf("sharing mounts: %w", err)
 	}
 	return errors.Join(os.Remove("/run/old"), pretendTunables(), c.makeCgroups())
 }
 
-// pretendTunables shows kubelet the settings that it wants of the kernel, so that it does not set them: they are
-// the machine's.
+// pretendTunables shows kubelet the sysctl values that it requires, so that it does not set them: these sysctls are not
+// namespaced, and belong to the machine.
 func pretendTunables() error {
 	for name, value := range map[string]string{
 		"vm/overcommit_memory": "1", "vm/panic_on_oom": "0",

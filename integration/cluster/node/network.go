@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// Addresses of the world outside, as in integration/testbed, and of the node on the way there.
+// Addresses of the world outside, the same as in integration/testbed, and of the node on the link to it.
 const (
 	WorldIPv4 = "198.51.100.10"
 	WorldIPv6 = "2001:db8::10"
@@ -23,13 +23,13 @@ const (
 var sysctls = []struct{ name, value string }{
 	{"net/ipv4/ip_forward", "1"},
 	{"net/ipv6/conf/all/forwarding", "1"},
-	{"net/ipv6/conf/default/accept_dad", "0"}, // nobody else has the bridge's address
-	// Services between pods of one bridge: the answers have to pass the rules too.
+	{"net/ipv6/conf/default/accept_dad", "0"}, // the address of the bridge is unique
+	// With a Service between two pods of one bridge, the replies must pass the iptables rules too.
 	{"net/bridge/bridge-nf-call-iptables", "1"},
 	{"net/bridge/bridge-nf-call-ip6tables", "1"},
 }
 
-// makeNetwork connects the node's netns, which has nothing yet, to a world.
+// makeNetwork connects the node's netns, which is still empty, to a netns that is the world outside.
 func makeNetwork(ctx context.Context) error {
 	ip := func(args string) error {
 		out, err := exec.CommandContext(ctx, "ip", strings.Fields(args)...).CombinedOutput()
@@ -42,7 +42,7 @@ func makeNetwork(ctx context.Context) error {
 		"link set lo up",
 		"netns add " + worldName,
 		"-n " + worldName + " link set lo up",
-		// Not the number that its peer has: see integration/testbed.
+		// The index must differ from the peer's: see integration/testbed.
 		"link add eth0 index 1000 type veth peer name eth0 netns " + worldName,
 		"addr add " + nodeIPv4 + "/24 dev eth0",
 		"addr add " + nodeIPv6 + "/64 dev eth0 nodad",
@@ -63,7 +63,7 @@ func makeNetwork(ctx context.Context) error {
 		path := filepath.Join("/proc/sys", s.name)
 		err := os.WriteFile(path, []byte(s.value), 0o600)
 		if errors.Is(err, os.ErrNotExist) && strings.HasPrefix(s.name, "net/bridge/") {
-			// The kernel may have it as a module that nothing has asked for yet.
+			// br_netfilter may be a module that is not loaded yet.
 			_ = exec.CommandContext(ctx, "modprobe", "br_netfilter").Run()
 			err = os.WriteFile(path, []byte(s.value), 0o600)
 		}

@@ -1,9 +1,9 @@
-// Package node runs a Kubernetes node beside the machine that it is on: control plane, containerd, kubelet and
-// kube-proxy live in namespaces of their own (mounts, processes, network, host name).
+// Package node runs a Kubernetes node on a Linux machine, in namespaces of its own (mount, PID, network, UTS, IPC):
+// control plane, containerd, kubelet and kube-proxy.
 //
-// The node's root is the machine's, copy on write, with an own /run: every path is where a real node has it
-// (/etc/cni/net.d, /opt/cni/bin, /run/netns, /var/lib/kubelet), the machine's stays as it is, any number of nodes
-// live side by side, and all of a node ends with its first process.
+// The node's root is a copy-on-write overlay on the machine's root, with its own /run. Every path is the same as on a
+// real node (/etc/cni/net.d, /opt/cni/bin, /run/netns, /var/lib/kubelet), and the machine's files do not change. Any
+// number of nodes can run side by side. When a node's first process ends, all its processes end.
 //
 //	world (198.51.100.10, 2001:db8::10) ──veth── node (198.51.100.1) ──bridge cni0── pod, pod, …
 //	machine: 127.0.0.1:port ──forwarded── node: 127.0.0.1:port, kube-apiserver
@@ -27,24 +27,25 @@ import (
 	"time"
 )
 
-// Name is the node's name, and its host name.
+// Name is the name of the node and its host name.
 const Name = "node"
 
-// Config is what a node is to be.
+// Config describes a node.
 type Config struct {
-	// Dir holds all of the node's state. It is on a file system that overlayfs can write to: not on an overlay.
+	// Dir is the folder of the node's state. It must be on a file system that can be the upper layer of an overlay, so
+	// not on an overlay.
 	Dir string `json:"dir"`
 	// DualStack gives pods and Services IPv6 addresses too.
 	DualStack bool `json:"dualStack"`
-	// Port is that of the API server, on the node's loopback and on the machine's.
+	// Port is the port of the API server on the node's loopback and on the machine's loopback. Up sets it.
 	Port int `json:"port"`
 }
 
-// state is what is recorded about a node that was started.
+// state is the record of a started node, in the file node.json.
 type state struct {
 	Config
-	PID int `json:"pid"`
-	// Started tells the process from a later one with its PID.
+	PID int `json:"pid"` // of the node's first process
+	// Started is the start time of that process. It tells the process from a later one with the same PID.
 	Started string `json:"started"`
 }
 
@@ -52,22 +53,22 @@ func (c Config) path(parts ...string) string {
 	return filepath.Join(append([]string{c.Dir}, parts...)...)
 }
 
-// Kubeconfig is the path of the administrator's kubeconfig, good on the machine and on the node.
+// Kubeconfig returns the path of the administrator's kubeconfig. The file is valid on the machine and on the node.
 func (c Config) Kubeconfig() string { return c.path("kubeconfig") }
 
-// cgroup is the name of the node's cgroup in each hierarchy.
+// cgroup returns the name of the node's cgroup in each hierarchy.
 func (c Config) cgroup() string {
 	return fmt.Sprintf("sluice-node-%x", sha256.Sum256([]byte(c.Dir)))[:len("sluice-node-")+8]
 }
 
-// What Main takes for a call of the node's own.
+// First arguments by which Main recognises the node's own processes.
 const (
 	initName      = "node-init"
 	superviseName = "node-supervise"
 )
 
-// Main is the first thing that a program calls which calls Up: the node's own processes are that program, called
-// again. For them it does not return.
+// Main must be the first call of a program that calls Up, because Up starts the same program again for the node's own
+// processes. In these processes Main does not return.
 func Main() {
 	if len(os.Args) != 3 {
 		return
@@ -85,16 +86,18 @@ func Main() {
 	os.Exit(1)
 }
 
-// Up starts a node and returns when it is ready to run pods. programs are the paths of its programs, pause is the
-// image for sandboxes. What Up has started by the time it fails or ctx ends is stopped; the logs stay.
+// Up starts a node and returns when the node is ready to run pods. programs maps the names of the node's programs to
+// their paths, and pause is the archive of the sandbox image. If Up fails or ctx ends, Up stops all processes that it
+// has started and keeps the logs.
 func Up(ctx context.Context, c Config, programs map[string]string, pause []byte, progress io.Writer) error {
 	if s, err := c.load(); err == nil && s.running() {
-		return fmt.Errorf("a node runs in %s already: take it down first", c.Dir)
+		return fmt.Errorf("a node already runs in %s: take it down first, with `cluster down`", c.Dir)
 	}
 	if err := c.remove(); err != nil {
 		return fmt.Errorf("clearing %s: %w", c.Dir, err)
 	}
-	// A socket stays in the netns that it was made in: the node takes this one along.
+	// A socket stays in the netns in which it was created. The node's processes inherit this one, and so can accept
+	// connections on the machine's loopback.
 	api, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return fmt.Errorf("finding a port for the API server: %w", err)
@@ -102,7 +105,7 @@ func Up(ctx context.Context, c Config, programs map[string]string, pause []byte,
 	defer api.Close() //nolint:errcheck // the node has its own descriptor
 	c.Port = api.Addr().(*net.TCPAddr).Port
 	if err := c.layDown(programs, pause); err != nil {
-		return fmt.Errorf("laying down the files of the node in %s: %w", c.Dir, err)
+		return fmt.Errorf("writing the files of the node in %s: %w", c.Dir, err)
 	}
 	if err := c.start(ctx, api.(*net.TCPListener), progress); err != nil {
 		return errors.Join(err, c.stop())
@@ -116,18 +119,18 @@ func (c Config) start(ctx context.Context, api *net.TCPListener, progress io.Wri
 	if err != nil {
 		return err
 	}
-	defer listener.Close() //nolint:errcheck // the node has its own
+	defer listener.Close() //nolint:errcheck // the node has its own descriptor
 	reports, report, err := os.Pipe()
 	if err != nil {
 		return err
 	}
-	defer reports.Close() //nolint:errcheck // read to its end, or of no use
+	defer reports.Close() //nolint:errcheck // only read
 	defer report.Close()  //nolint:errcheck // closed below
 	log, err := os.Create(c.path("node.log"))
 	if err != nil {
 		return err
 	}
-	defer log.Close() //nolint:errcheck // the node has its own
+	defer log.Close() //nolint:errcheck // the node has its own descriptor
 	argument, err := json.Marshal(c)
 	if err != nil {
 		return err
@@ -136,10 +139,12 @@ func (c Config) start(ctx context.Context, api *net.TCPListener, progress io.Wri
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.ExtraFiles = []*os.File{report, listener}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
-		Setsid:     true,
-		Cloneflags: syscall.CLONE_NEWNS | syscall.CLONE_NEWPID | syscall.CLONE_NEWNET | syscall.CLONE_NEWUTS | syscall.CLONE_NEWIPC,
+		Setsid: true,
+		Cloneflags: syscall.CLONE_NEWNS | syscall.CLONE_NEWPID | syscall.CLONE_NEWNET |
+			syscall.CLONE_NEWUTS | syscall.CLONE_NEWIPC,
 	}
-	// It waits for a word on its standard input: before that it is recorded, or else it ends with this process.
+	// The first process waits for a line on its standard input, which is written after node.json. If this process ends
+	// before that, the first process ends too, so no node runs without a record.
 	begin, err := cmd.StdinPipe()
 	if err != nil {
 		return err
@@ -147,7 +152,7 @@ func (c Config) start(ctx context.Context, api *net.TCPListener, progress io.Wri
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("starting the node's first process: %w", err)
 	}
-	go cmd.Wait() //nolint:errcheck // it is not to end; when it does, the reports end
+	go cmd.Wait() //nolint:errcheck // reaps the process; follow notices its end
 	_ = report.Close()
 	started, err := startTime(cmd.Process.Pid)
 	if err == nil {
@@ -166,15 +171,16 @@ func (c Config) start(ctx context.Context, api *net.TCPListener, progress io.Wri
 	return nil
 }
 
-// What the node's processes say to the one that starts them: lines, the last of which is ready.
+// Lines that the node's processes write to the process that starts them. The last one is lineReady.
 const (
 	lineProgress = "progress "
 	lineReady    = "ready"
 )
 
-// follow shows the node's progress until it is ready. If it never is, the error is what it said last.
+// follow copies the node's progress to progress until the node is ready. If the reports end before that, the error
+// contains the other lines.
 func follow(reports io.Reader, progress io.Writer) error {
-	var said []string
+	var messages []string
 	for lines := bufio.NewScanner(reports); lines.Scan(); {
 		line := lines.Text()
 		if line == lineReady {
@@ -184,15 +190,15 @@ func follow(reports io.Reader, progress io.Writer) error {
 			fmt.Fprintln(progress, text)
 			continue
 		}
-		said = append(said, line)
+		messages = append(messages, line)
 	}
-	if said == nil {
-		said = []string{"it ended without a word"}
+	if messages == nil {
+		messages = []string{"its first process ended without a message"}
 	}
-	return fmt.Errorf("the node did not come up: %s", strings.Join(said, "\n"))
+	return fmt.Errorf("the node did not become ready: %s", strings.Join(messages, "\n"))
 }
 
-// Down ends a node and removes everything of it; where there is none, that is fine.
+// Down stops a node and removes its files and cgroups. It succeeds if there is none.
 func Down(c Config) error { return errors.Join(c.stop(), c.remove()) }
 
 // stop ends the node's processes.
@@ -207,22 +213,26 @@ func (c Config) stop() error {
 	if !s.running() {
 		return nil
 	}
-	// With the first process of a PID namespace go all others, with the last of them its mounts and its network.
+	// When the first process of a PID namespace ends, the kernel kills all others. The node's mounts and its network
+	// end with the last process.
 	if err := syscall.Kill(s.PID, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
 		return fmt.Errorf("killing the node's first process, %d: %w", s.PID, err)
 	}
 	for deadline := time.Now().Add(30 * time.Second); s.running(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
-			return fmt.Errorf("process %d of the node in %s does not end", s.PID, c.Dir)
+			return fmt.Errorf("the first process of the node in %s, %d, still runs 30 s after SIGKILL", c.Dir, s.PID)
 		}
 	}
 	return nil
 }
 
-// remove removes what is in Dir, and the cgroups. It knows what it made: Dir may be anything.
+// remove removes the cgroups, and the files in Dir that this package creates. It keeps any other file: the caller chose
+// Dir.
 func (c Config) remove() error {
 	errs := []error{c.removeCgroups()}
-	for _, name := range []string{rootDir, workDir, mergedDir, containerdDir, kubeletDir, "kubectl", "kubeconfig", "node.log", "node.json"} {
+	for _, name := range []string{
+		rootDir, workDir, mergedDir, containerdDir, kubeletDir, "kubectl", "kubeconfig", "node.log", "node.json",
+	} {
 		errs = append(errs, os.RemoveAll(c.path(name)))
 	}
 	if err := errors.Join(errs...); err != nil {
@@ -258,13 +268,14 @@ func (s state) running() bool {
 	return err == nil && started == s.Started
 }
 
-// startTime is when a process started, in the kernel's words; a zombie has ended.
+// startTime returns the start time of a process as /proc has it. It fails for a zombie, which has ended.
 func startTime(pid int) (string, error) {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
 		return "", err
 	}
-	// The name, in parentheses, may hold anything; the fields after it are counted from the third.
+	// The second field, the name in parentheses, may contain spaces and parentheses. The fields after it begin with the
+	// third.
 	fields := strings.Fields(string(data[strings.LastIndexByte(string(data), ')')+1:]))
 	if len(fields) < 20 || fields[0] == "Z" || fields[0] == "X" {
 		return "", os.ErrProcessDone
@@ -272,8 +283,8 @@ func startTime(pid int) (string, error) {
 	return fields[19], nil
 }
 
-// Command is a command line that runs a command on the node that runs in c.Dir, or, with its network only changed
-// for that of the world outside, in the world; and the environment for it.
+// Command returns the argument vector and the environment that run a command on the node in c.Dir. With world, the
+// command runs in the network of the world outside, and in the node's other namespaces.
 func Command(c Config, world bool, args ...string) (argv, env []string, err error) {
 	s, err := c.load()
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -291,7 +302,7 @@ func Command(c Config, world bool, args ...string) (argv, env []string, err erro
 	return argv, append(os.Environ(), environment...), nil
 }
 
-// Load gives the node that runs in c.Dir the images of an archive, as `docker save` writes it.
+// Load imports the images of an archive, as `docker save` writes it, into the containerd of the node in c.Dir.
 func Load(ctx context.Context, c Config, archive io.Reader) error {
 	argv, env, err := Command(c, false, "ctr", "-n", "k8s.io", "images", "import", "-")
 	if err != nil {

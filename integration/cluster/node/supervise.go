@@ -18,17 +18,17 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// How long a component may take to do its work, on a busy machine.
+// componentTimeout is the time in which a component must become ready, on a busy machine too.
 const componentTimeout = 2 * time.Minute
 
-// supervisor starts the node's components and keeps them.
+// supervisor starts the node's components, and restarts them when they end.
 type supervisor struct {
 	Config
 	report *os.File
 	begun  time.Time
 }
 
-// supervise runs the node's components, in the node's namespaces, until it is told to end.
+// supervise runs the node's components in the node's namespaces, until it receives SIGINT or SIGTERM.
 func supervise(argument string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -41,19 +41,19 @@ func supervise(argument string) error {
 	if err != nil {
 		return fmt.Errorf("taking the listener for the API server: %w", err)
 	}
-	_ = api.Close() // duplicated
+	_ = api.Close() // the listener has a duplicate of the descriptor
 	go forward(listener, fmt.Sprintf("127.0.0.1:%d", s.Port))
 	if err := s.start(ctx); err != nil {
 		fmt.Fprintln(s.report, err)
 		return err
 	}
 	fmt.Fprintln(s.report, lineReady)
-	_ = s.report.Close() // nobody reads it now
+	_ = s.report.Close() // follow has returned
 	<-ctx.Done()
 	return ctx.Err()
 }
 
-// start brings everything up, in the order in which one needs the other.
+// start starts the components, each after those that it needs.
 func (s *supervisor) start(ctx context.Context) error {
 	if err := os.Mkdir(stoppedDir, 0o755); err != nil {
 		return err
@@ -66,7 +66,7 @@ func (s *supervisor) start(ctx context.Context) error {
 		if err := s.run(ctx, s.containerd()); err != nil {
 			return err
 		}
-		return s.do(ctx, "the image for sandboxes", "ctr", "-n", "k8s.io", "images", "import", pauseTar)
+		return s.do(ctx, "sandbox image imported", "ctr", "-n", "k8s.io", "images", "import", pauseTar)
 	})
 	first.Go(func() error {
 		if err := s.run(ctx, s.etcd()); err != nil {
@@ -89,28 +89,28 @@ func (s *supervisor) start(ctx context.Context) error {
 			return err
 		}
 	}
-	err := s.do(ctx, "the node is Ready", "kubectl", "wait", "--for=condition=Ready", "--timeout=120s", "node/"+Name)
+	err := s.do(ctx, "node is Ready", "kubectl", "wait", "--for=condition=Ready", "--timeout=120s", "node/"+Name)
 	if err != nil {
 		return fmt.Errorf("%w\n%s", err, tail("kubelet"))
 	}
 	return nil
 }
 
-// do runs a command to its end.
-func (s *supervisor) do(ctx context.Context, what string, name string, args ...string) error {
+// do runs a command and waits for it. step names it in the progress report.
+func (s *supervisor) do(ctx context.Context, step, name string, args ...string) error {
 	out, err := exec.CommandContext(ctx, name, args...).CombinedOutput()
 	if err != nil {
-		return fmt.Errorf("%s: %s %q: %w: %s", what, name, args, err, out)
+		return fmt.Errorf("%s: %s %q: %w: %s", step, name, args, err, out)
 	}
-	s.progress(what)
+	s.progress(step)
 	return nil
 }
 
-func (s *supervisor) progress(what string) {
-	fmt.Fprintf(s.report, "%s%5.1fs  %s\n", lineProgress, time.Since(s.begun).Seconds(), what)
+func (s *supervisor) progress(step string) {
+	fmt.Fprintf(s.report, "%s%5.1fs  %s\n", lineProgress, time.Since(s.begun).Seconds(), step)
 }
 
-// run starts a component and returns when it is ready; from then on it is kept.
+// run starts a component and returns when it is ready. From then on, the component is restarted when it ends.
 func (s *supervisor) run(ctx context.Context, c component) error {
 	ended, err := launch(ctx, c)
 	if err != nil {
@@ -135,15 +135,15 @@ func (s *supervisor) run(ctx context.Context, c component) error {
 		}
 	}
 	s.progress(c.name)
-	go keep(ctx, c, ended)
+	go restart(ctx, c, ended)
 	return nil
 }
 
-// stoppedDir holds a file for each component that is not to be started again yet: so tests stop one.
+// stoppedDir contains a file for each component that must stay down. Tests create such a file to stop a component.
 const stoppedDir = "/run/stopped"
 
-// keep starts a component again whenever it has ended, as long as ctx.
-func keep(ctx context.Context, c component, ended <-chan error) {
+// restart starts a component again each time it ends, until ctx ends.
+func restart(ctx context.Context, c component, ended <-chan error) {
 	for {
 		select {
 		case err := <-ended:
@@ -169,13 +169,13 @@ func keep(ctx context.Context, c component, ended <-chan error) {
 	}
 }
 
-// launch starts a component; how it ends comes through the channel.
+// launch starts a component. The channel delivers the reason for its end.
 func launch(ctx context.Context, c component) (<-chan error, error) {
 	log, err := os.OpenFile(logPath(c.name), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
 		return nil, err
 	}
-	defer log.Close() //nolint:errcheck // the component has its own
+	defer log.Close() //nolint:errcheck // the component has its own descriptor
 	cmd := exec.CommandContext(ctx, c.name, c.args...)
 	cmd.Stdout, cmd.Stderr = log, log
 	if err := cmd.Start(); err != nil {
@@ -185,7 +185,7 @@ func launch(ctx context.Context, c component) (<-chan error, error) {
 	go func() {
 		err := cmd.Wait()
 		if err == nil {
-			err = errors.New("with success, which it should not")
+			err = errors.New("exit status 0, but a component must not exit")
 		}
 		ended <- err
 	}()
@@ -194,7 +194,7 @@ func launch(ctx context.Context, c component) (<-chan error, error) {
 
 func logPath(name string) string { return filepath.Join(logDir, name+".log") }
 
-// tail is the end of a component's log, for messages.
+// tail returns the last lines of a component's log, for error messages.
 func tail(name string) []byte {
 	data, err := os.ReadFile(logPath(name))
 	if err != nil {
@@ -209,7 +209,7 @@ func tail(name string) []byte {
 	return data
 }
 
-// forward carries connections from the machine's listener to the node's address, until the node ends.
+// forward forwards connections from the machine's listener to an address on the node, until the listener fails.
 func forward(listener net.Listener, address string) {
 	for {
 		outer, err := listener.Accept()
@@ -217,7 +217,7 @@ func forward(listener net.Listener, address string) {
 			return
 		}
 		go func() {
-			defer outer.Close() //nolint:errcheck // carried to its end
+			defer outer.Close() //nolint:errcheck // all data have been sent, or the connection has failed already
 			inner, err := net.Dial("tcp", address)
 			if err != nil {
 				return
@@ -228,7 +228,7 @@ func forward(listener net.Listener, address string) {
 	}
 }
 
-// carry copies both ways, and passes on that one side has said all.
+// carry copies in both directions and passes half-closes on.
 func carry(a, b *net.TCPConn) {
 	var both errgroup.Group
 	for _, way := range [][2]*net.TCPConn{{a, b}, {b, a}} {
@@ -237,5 +237,5 @@ func carry(a, b *net.TCPConn) {
 			return errors.Join(err, way[0].CloseWrite())
 		})
 	}
-	_ = both.Wait() // a connection that breaks is its ends' affair
+	_ = both.Wait() // client and server notice a broken connection themselves
 }

@@ -1,4 +1,4 @@
-// Package pki makes a cluster's certificates and the kubeconfigs that carry them.
+// Package pki creates the certificates of a cluster, and kubeconfigs with client certificates.
 package pki
 
 import (
@@ -16,7 +16,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// A cluster lives for hours.
+// lifetime is that of certificates. A cluster for tests runs for hours.
 const lifetime = 30 * 24 * time.Hour
 
 // Pair is a certificate and its key, in PEM.
@@ -31,7 +31,7 @@ type CA struct {
 	key  *ecdsa.PrivateKey
 }
 
-// NewCA makes a certificate authority.
+// NewCA creates a certificate authority.
 func NewCA(name string) (*CA, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -55,14 +55,14 @@ func NewCA(name string) (*CA, error) {
 	return &CA{Pair{encode("CERTIFICATE", der), keyPEM}, cert, key}, nil
 }
 
-// Client issues a certificate for a user in groups.
+// Client issues a client certificate for a user with groups.
 func (ca *CA) Client(user string, groups ...string) (Pair, error) {
 	template := certificate(user, groups...)
 	template.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}
 	return ca.issue(template)
 }
 
-// Server issues a certificate for a server of these names and addresses.
+// Server issues a certificate for a server with DNS names and IP addresses.
 func (ca *CA) Server(name string, names []string, addresses []net.IP) (Pair, error) {
 	template := certificate(name)
 	template.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
@@ -94,7 +94,7 @@ func certificate(name string, organizations ...string) *x509.Certificate {
 	}
 }
 
-// SigningKey is a key pair for tokens, in PEM.
+// SigningKey creates a key pair that signs and verifies ServiceAccount tokens, in PEM.
 func SigningKey() ([]byte, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -112,7 +112,7 @@ func encode(kind string, der []byte) []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der})
 }
 
-// Kubeconfig is the file with which user reaches the API server at url.
+// Kubeconfig returns a kubeconfig for the API server at url, with a client certificate for the user.
 func (ca *CA) Kubeconfig(url, user string, groups ...string) ([]byte, error) {
 	pair, err := ca.Client(user, groups...)
 	if err != nil {

@@ -1,5 +1,5 @@
-// Package programs builds what a Kubernetes node runs, from Go modules, and keeps it by content: the same sources,
-// flags and compiler are built once.
+// Package programs builds the programs of a Kubernetes node from Go modules. It caches them by a hash of the sources,
+// the flags and the compiler, so that each combination is built once.
 package programs
 
 import (
@@ -15,34 +15,37 @@ import (
 	"time"
 )
 
-// Kubernetes are the names that the one binary of Kubernetes goes by.
-var Kubernetes = []string{"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"}
+// Kubernetes lists the Kubernetes programs. One binary contains them all.
+var Kubernetes = []string{
+	"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl",
+}
 
-// CNI are the reference plugins.
+// CNI lists the CNI reference plugins of the node.
 var CNI = []string{"bridge", "host-local", "loopback", "portmap"}
 
-// Containerd is containerd, its shim and its client.
+// Containerd lists containerd, its shim and its client.
 var Containerd = []string{"containerd", "containerd-shim-runc-v2", "ctr"}
 
-// Machine are the programs that come from the machine's packages (see integration/setup.sh).
+// Machine lists the programs that come from the machine's packages (see integration/setup.sh).
 var Machine = []string{"etcd", "runc", "ip", "iptables", "ip6tables", "conntrack", "nsenter", "mount", "busybox"}
 
-// A build is one `go build` in a module's folder.
+// build is one `go build` in a module's folder.
 type build struct {
 	module string
-	what   string // what people know it as
+	title  string // for messages
 	pkg    string
-	as     string // the name of the file; empty: each package has its own
-	// stamped names a module whose version is linked in: Kubernetes does not know its own.
+	as     string // the name of the binary; empty: one binary for each package, with the package's name
+	// stamped is a module whose version the linker writes into the binary. Kubernetes needs this to know its version.
 	stamped string
 }
 
 var builds = []build{
-	{module: "kube", what: "Kubernetes", pkg: ".", as: "kube", stamped: "k8s.io/kubernetes"},
-	{module: "tools", what: "containerd and the CNI plugins", pkg: "tool"},
+	{module: "kube", title: "Kubernetes", pkg: ".", as: "kube", stamped: "k8s.io/kubernetes"},
+	{module: "tools", title: "containerd and the CNI plugins", pkg: "tool"},
 }
 
-// Build builds what is not in cache yet, from the modules in source, and returns where each program is.
+// Build builds the programs that are not in the folder cache yet, from the modules in the folder source. It returns the
+// path of each program by name.
 func Build(ctx context.Context, source, cache string, progress io.Writer) (map[string]string, error) {
 	for _, name := range Machine {
 		if _, err := exec.LookPath(name); err != nil {
@@ -53,7 +56,7 @@ func Build(ctx context.Context, source, cache string, progress io.Writer) (map[s
 	for _, b := range builds {
 		dir, err := b.cached(ctx, source, cache, progress)
 		if err != nil {
-			return nil, fmt.Errorf("building %s: %w", b.what, err)
+			return nil, fmt.Errorf("building %s: %w", b.title, err)
 		}
 		if b.as != "" {
 			for _, name := range Kubernetes {
@@ -68,7 +71,7 @@ func Build(ctx context.Context, source, cache string, progress io.Writer) (map[s
 	return paths, nil
 }
 
-// cached is the directory with what b builds.
+// cached returns the folder with the programs of b, and builds them if they are not cached.
 func (b build) cached(ctx context.Context, source, cache string, progress io.Writer) (string, error) {
 	key, err := b.key(ctx, source)
 	if err != nil {
@@ -79,7 +82,7 @@ func (b build) cached(ctx context.Context, source, cache string, progress io.Wri
 		return dir, nil
 	}
 	start := time.Now()
-	fmt.Fprintf(progress, "building %s: minutes, once\n", b.what)
+	fmt.Fprintf(progress, "building %s: this takes minutes, but only once\n", b.title)
 	if err := os.MkdirAll(cache, 0o755); err != nil {
 		return "", err
 	}
@@ -87,7 +90,7 @@ func (b build) cached(ctx context.Context, source, cache string, progress io.Wri
 	if err != nil {
 		return "", err
 	}
-	defer os.RemoveAll(tmp) //nolint:errcheck // renamed away, or of no use
+	defer os.RemoveAll(tmp) //nolint:errcheck // after a successful build it has been renamed
 	out := tmp + "/"
 	if b.as != "" {
 		out = filepath.Join(tmp, b.as)
@@ -96,24 +99,25 @@ func (b build) cached(ctx context.Context, source, cache string, progress io.Wri
 	if err != nil {
 		return "", err
 	}
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", out, b.pkg)
+	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags", ldflags,
+		"-o", out, b.pkg)
 	cmd.Dir = filepath.Join(source, b.module)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off")
 	cmd.Stdout, cmd.Stderr = progress, progress
 	if err := cmd.Run(); err != nil {
 		return "", fmt.Errorf("go build in %s: %w", cmd.Dir, err)
 	}
-	// MkdirTemp's mode keeps others out.
+	// MkdirTemp creates the folder with mode 0700.
 	if err := os.Chmod(tmp, 0o755); err != nil {
 		return "", err
 	}
 	if err := os.Rename(tmp, dir); err != nil {
-		// Another build of the same may have been faster.
+		// A concurrent build of the same programs may have been faster.
 		if _, missing := os.Stat(dir); missing != nil {
 			return "", errors.Join(err, missing)
 		}
 	}
-	fmt.Fprintf(progress, "built %s in %s\n", b.what, time.Since(start).Round(time.Second))
+	fmt.Fprintf(progress, "built %s in %s\n", b.title, time.Since(start).Round(time.Second))
 	return dir, nil
 }
 
@@ -126,7 +130,7 @@ func (b build) ldflags(ctx context.Context, source string) (string, error) {
 	cmd.Dir = filepath.Join(source, b.module)
 	out, err := cmd.Output()
 	if err != nil {
-		return "", fmt.Errorf("asking for the version of %s in %s: %w", b.stamped, cmd.Dir, err)
+		return "", fmt.Errorf("reading the version of %s in %s: %w", b.stamped, cmd.Dir, err)
 	}
 	version := strings.TrimSpace(string(out))
 	parts := strings.SplitN(strings.TrimPrefix(version, "v"), ".", 3)
@@ -134,19 +138,20 @@ func (b build) ldflags(ctx context.Context, source string) (string, error) {
 		return "", fmt.Errorf("version %q of %s: want major.minor.patch", version, b.stamped)
 	}
 	for _, pkg := range []string{"k8s.io/component-base/version", "k8s.io/client-go/pkg/version"} {
-		flags += fmt.Sprintf(" -X %[1]s.gitVersion=%[2]s -X %[1]s.gitMajor=%[3]s -X %[1]s.gitMinor=%[4]s", pkg, version, parts[0], parts[1])
+		flags += fmt.Sprintf(" -X %[1]s.gitVersion=%[2]s -X %[1]s.gitMajor=%[3]s -X %[1]s.gitMinor=%[4]s",
+			pkg, version, parts[0], parts[1])
 	}
 	return flags, nil
 }
 
-// key names everything that the result depends on.
+// key returns a hash of everything that the result depends on.
 func (b build) key(ctx context.Context, source string) (string, error) {
 	h := sha256.New()
 	cmd := exec.CommandContext(ctx, "go", "env", "GOVERSION", "GOOS", "GOARCH", "GOAMD64", "GOEXPERIMENT")
 	cmd.Dir = filepath.Join(source, b.module) // the toolchain is the module's
 	cmd.Stdout = h
 	if err := cmd.Run(); err != nil {
-		return "", fmt.Errorf("asking for the compiler's version in %s: %w", cmd.Dir, err)
+		return "", fmt.Errorf("reading the compiler's version in %s: %w", cmd.Dir, err)
 	}
 	fmt.Fprintf(h, "%+v\n", b)
 	files, err := filepath.Glob(filepath.Join(source, b.module, "*"))
