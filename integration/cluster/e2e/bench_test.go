@@ -18,37 +18,40 @@ import (
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
-// The budgets on a real node. Each benchmark is one run, whatever b.N is: -benchtime 1x.
+// These benchmarks compare sluice on a Kubernetes node with its budgets. Each one is a single run: use -benchtime 1x.
 
 const (
-	pairs    = 30  // pods of each kind, one after the other
-	crowd    = 110 // pods at once: as many as kubelet runs by default
-	restTime = time.Minute
+	pairs       = 30  // pods of each kind, one after the other
+	crowd       = 110 // pods at the same time: kubelet's default limit
+	idleTime    = time.Minute
+	sleepForDay = "sleep 86400"
 )
 
-func wait(b *testing.B, err error) {
+func mustBench(b *testing.B, err error) {
 	b.Helper()
 	if err != nil {
 		b.Fatal(err)
 	}
 }
 
-// BenchmarkPodStart measures from the creation of a pod to its running, captured and not captured in turn.
+// BenchmarkPodStart measures the time from the creation of a pod until it runs, alternately for a pod that is captured
+// and for one that is not.
 func BenchmarkPodStart(b *testing.B) {
 	ctx, c := b.Context(), suite.EnvConf()
 	k, err := kubernetes.NewForConfig(c.Client().RESTConfig())
-	wait(b, err)
+	mustBench(b, err)
 	start := func(name string, labels map[string]string) time.Duration {
-		w, err := k.CoreV1().Pods(namespace).Watch(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + name, ResourceVersion: "0"})
-		wait(b, err)
+		options := metav1.ListOptions{FieldSelector: "metadata.name=" + name, ResourceVersion: "0"}
+		w, err := k.CoreV1().Pods(namespace).Watch(ctx, options)
+		mustBench(b, err)
 		defer w.Stop()
 		began := time.Now()
-		p := newPod(name, namespace, labels, "sleep 86400", "")
-		wait(b, client(c).Create(ctx, p))
-		until(b, w, func(e watch.Event) bool { return e.Object.(*corev1.Pod).Status.Phase == corev1.PodRunning })
+		p := newPod(name, namespace, labels, sleepForDay, "")
+		mustBench(b, client(c).Create(ctx, p))
+		waitForEvent(b, w, func(e watch.Event) bool { return e.Object.(*corev1.Pod).Status.Phase == corev1.PodRunning })
 		took := time.Since(began)
-		wait(b, client(c).Delete(ctx, p))
-		until(b, w, func(e watch.Event) bool { return e.Type == watch.Deleted })
+		mustBench(b, client(c).Delete(ctx, p))
+		waitForEvent(b, w, func(e watch.Event) bool { return e.Type == watch.Deleted })
 		return took
 	}
 	for b.Loop() {
@@ -65,7 +68,8 @@ func BenchmarkPodStart(b *testing.B) {
 	}
 }
 
-func until(b *testing.B, w watch.Interface, cond func(watch.Event) bool) {
+// waitForEvent waits up to a minute for an event of a watch.
+func waitForEvent(b *testing.B, w watch.Interface, cond func(watch.Event) bool) {
 	b.Helper()
 	for {
 		select {
@@ -77,26 +81,29 @@ func until(b *testing.B, w watch.Interface, cond func(watch.Event) bool) {
 				return
 			}
 		case <-time.After(time.Minute):
-			b.Fatal("it never happened")
+			b.Fatal("timed out waiting for an event of the watch")
 		}
 	}
 }
 
-// BenchmarkCrowd starts as many pods at once as a node runs, and then looks at the daemon at rest.
+// BenchmarkCrowd starts as many pods at the same time as a node runs. It measures the time until all of them run, and
+// then the daemon's memory and its API requests while nothing changes.
 func BenchmarkCrowd(b *testing.B) {
 	ctx, c := b.Context(), suite.EnvConf()
 	for b.Loop() {
 		began := time.Now()
 		for i := range crowd {
-			wait(b, client(c).Create(ctx, newPod(fmt.Sprintf("crowd-%d", i), namespace, map[string]string{"sluice.dev/capture": "true", "crowd": "yes"}, "sleep 86400", "")))
+			labels := map[string]string{"sluice.dev/capture": "true", "crowd": "yes"}
+			p := newPod(fmt.Sprintf("crowd-%d", i), namespace, labels, sleepForDay, "")
+			mustBench(b, client(c).Create(ctx, p))
 		}
-		wait(b, within(ctx, 10*time.Minute, "all of them run", func() (bool, error) {
-			n, err := inCrowd(ctx, c, func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
+		mustBench(b, within(ctx, 10*time.Minute, "all pods run", func() (bool, error) {
+			n, err := countCrowd(ctx, c, func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
 			return n == crowd, err
 		}))
 		b.ReportMetric(time.Since(began).Seconds(), "s/all-running")
 		s, err := status(ctx, c)
-		wait(b, err)
+		mustBench(b, err)
 		captured := 0
 		for _, a := range s.Attachments {
 			if a.State == "captured" {
@@ -106,23 +113,24 @@ func BenchmarkCrowd(b *testing.B) {
 		b.ReportMetric(float64(captured), "captured")
 		b.ReportMetric(float64(failedSandboxes(ctx, b, c)), "failed-sandboxes")
 		b.ReportMetric(rss(ctx, b, c)/(1<<20), "MiB-RSS")
-		atRest(ctx, b, c)
+		countIdleRequests(ctx, b, c)
 
-		pods, err := inCrowd(ctx, c, func(p corev1.Pod) bool { return client(c).Delete(ctx, &p) == nil })
+		pods, err := countCrowd(ctx, c, func(p corev1.Pod) bool { return client(c).Delete(ctx, &p) == nil })
 		if err != nil || pods != crowd {
 			b.Fatalf("deleted %d of %d: %v", pods, crowd, err)
 		}
-		wait(b, within(ctx, 10*time.Minute, "they are gone", func() (bool, error) {
-			n, err := inCrowd(ctx, c, func(corev1.Pod) bool { return true })
+		mustBench(b, within(ctx, 10*time.Minute, "no pod remains", func() (bool, error) {
+			n, err := countCrowd(ctx, c, func(corev1.Pod) bool { return true })
 			return n == 0, err
 		}))
 	}
 }
 
-// inCrowd counts the pods of the crowd of which cond is true.
-func inCrowd(ctx context.Context, c *envconf.Config, cond func(corev1.Pod) bool) (n int, err error) {
+// countCrowd calls cond for each pod of the crowd, and counts the pods for which it returns true.
+func countCrowd(ctx context.Context, c *envconf.Config, cond func(corev1.Pod) bool) (n int, err error) {
 	var pods corev1.PodList
-	if err := client(c).WithNamespace(namespace).List(ctx, &pods, resources.WithLabelSelector("crowd=yes")); err != nil {
+	err = client(c).WithNamespace(namespace).List(ctx, &pods, resources.WithLabelSelector("crowd=yes"))
+	if err != nil {
 		return 0, err
 	}
 	for _, p := range pods.Items {
@@ -136,7 +144,7 @@ func inCrowd(ctx context.Context, c *envconf.Config, cond func(corev1.Pod) bool)
 func failedSandboxes(ctx context.Context, b *testing.B, c *envconf.Config) (n int) {
 	b.Helper()
 	var events corev1.EventList
-	wait(b, client(c).WithNamespace(namespace).List(ctx, &events))
+	mustBench(b, client(c).WithNamespace(namespace).List(ctx, &events))
 	for _, e := range events.Items {
 		if e.Reason == "FailedCreatePodSandBox" {
 			b.Log(e.Message)
@@ -149,7 +157,7 @@ func failedSandboxes(ctx context.Context, b *testing.B, c *envconf.Config) (n in
 func rss(ctx context.Context, b *testing.B, c *envconf.Config) float64 {
 	b.Helper()
 	text, err := inPod(ctx, c, namespace, "node", "wget", "-q", "-O-", "http://127.0.0.1:15090/metrics")
-	wait(b, err)
+	mustBench(b, err)
 	return metric(b, text, `(?m)^process_resident_memory_bytes (\S+)$`)
 }
 
@@ -157,14 +165,14 @@ func metric(b *testing.B, text, pattern string) (sum float64) {
 	b.Helper()
 	for _, m := range regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1) {
 		v, err := strconv.ParseFloat(m[1], 64)
-		wait(b, err)
+		mustBench(b, err)
 		sum += v
 	}
 	return sum
 }
 
-// ownFlow lets the API server count the requests of the daemon's service account by themselves.
-const ownFlow = `
+// daemonFlow makes the API server count the requests of the daemon's service account separately.
+const daemonFlow = `
 apiVersion: flowcontrol.apiserver.k8s.io/v1
 kind: FlowSchema
 metadata: {name: sluice-bench}
@@ -177,31 +185,32 @@ spec:
       nonResourceRules: [{nonResourceURLs: ["*"], verbs: ["*"]}]
 `
 
-// atRest counts what the daemon asks of the API server while nothing changes. Events of what came before have to be
-// out first, and the schema has to be known.
-func atRest(ctx context.Context, b *testing.B, c *envconf.Config) {
+// countIdleRequests counts the daemon's requests to the API server while nothing changes. It begins when the API server
+// uses the FlowSchema, and when the daemon has sent its events about earlier changes.
+func countIdleRequests(ctx context.Context, b *testing.B, c *envconf.Config) {
 	b.Helper()
-	wait(b, apply(ctx, c, ownFlow))
-	defer func() { wait(b, remove(context.WithoutCancel(ctx), c, ownFlow)) }()
+	mustBench(b, apply(ctx, c, daemonFlow))
+	defer func() { mustBench(b, remove(context.WithoutCancel(ctx), c, daemonFlow)) }()
 	k, err := kubernetes.NewForConfig(c.Client().RESTConfig())
-	wait(b, err)
+	mustBench(b, err)
 	count := func() float64 {
 		text, err := k.RESTClient().Get().AbsPath("/metrics").DoRaw(ctx)
-		wait(b, err)
-		return metric(b, string(text), `(?m)^apiserver_flowcontrol_dispatched_requests_total\{flow_schema="sluice-bench".*\} (\S+)$`)
+		mustBench(b, err)
+		return metric(b, string(text),
+			`(?m)^apiserver_flowcontrol_dispatched_requests_total\{flow_schema="sluice-bench".*\} (\S+)$`)
 	}
-	// One pod more shows that its requests are counted.
-	p := newPod("counted", namespace, capture, "sleep 86400", "")
-	wait(b, client(c).Create(ctx, p))
-	wait(b, within(ctx, time.Minute, "requests are counted", func() (bool, error) { return count() > 0, nil }))
+	// Another pod makes the daemon send requests, which shows that the API server counts them.
+	p := newPod("counted", namespace, capture, sleepForDay, "")
+	mustBench(b, client(c).Create(ctx, p))
+	mustBench(b, within(ctx, time.Minute, "requests are counted", func() (bool, error) { return count() > 0, nil }))
 	last := count()
-	wait(b, within(ctx, time.Minute, "it is at rest", func() (bool, error) {
+	mustBench(b, within(ctx, time.Minute, "no request for ten seconds", func() (bool, error) {
 		time.Sleep(10 * time.Second)
-		was := last
+		previous := last
 		last = count()
-		return last == was, nil
+		return last == previous, nil
 	}))
-	time.Sleep(restTime)
-	b.ReportMetric((count()-last)/restTime.Minutes(), "requests/min-at-rest")
-	wait(b, client(c).Delete(ctx, p))
+	time.Sleep(idleTime)
+	b.ReportMetric((count()-last)/idleTime.Minutes(), "requests/min-at-rest")
+	mustBench(b, client(c).Delete(ctx, p))
 }

@@ -12,13 +12,14 @@ import (
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
-// examples are those of deploy/examples, and the container that uses the proxy. Each asks the server at a path of its
-// own.
+// examples maps the examples in deploy/examples to the container that uses the proxy. Each example requests a path of
+// its own from the server.
 var examples = map[string]string{
-	"wait-init-container": "job", "wait-init-container-proceed": "job", "wait-post-start": "app", "wait-native-sidecar": "app",
+	"wait-init-container": "job", "wait-init-container-proceed": "job",
+	"wait-post-start": "app", "wait-native-sidecar": "app",
 }
 
-// example is the manifest of an example that asks the server.
+// example returns the manifest of an example, changed so that it sends its request to the tests' server.
 func example(ctx context.Context, t *testing.T, c *envconf.Config, name string) string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(deployed, "examples", name+".yaml"))
@@ -26,44 +27,47 @@ func example(ctx context.Context, t *testing.T, c *envconf.Config, name string) 
 	return strings.ReplaceAll(images.Replace(string(text)), "http://example.com/", urls(ctx, t, c)[0]+name)
 }
 
-// applyExamples is for a node on which there is no proxy yet. One of them does not wait for long.
+// applyExamples creates the pods of the examples on a node without a proxy. It checks that only the one with
+// `--on-timeout proceed` sends its request.
 func applyExamples(ctx context.Context, t *testing.T, c *envconf.Config) {
 	t.Helper()
 	files, err := filepath.Glob(filepath.Join(deployed, "examples", "*.yaml"))
 	must(t, err)
 	if len(files) != len(examples) {
-		t.Errorf("there are the examples %v, want %d", files, len(examples))
+		t.Errorf("deploy/examples contains %v, but the test knows %d examples", files, len(examples))
 	}
 	for name := range examples {
 		must(t, apply(ctx, c, example(ctx, t, c, name), decoder.MutateNamespace(namespace)))
 	}
-	must(t, eventually(ctx, "one goes on without the proxy", func() (bool, error) {
+	waitFor(ctx, t, "the example with --on-timeout proceed continues without the proxy", func() (bool, error) {
 		return strings.Contains(logs(ctx, t, c, namespace, "server"), "url:/wait-init-container-proceed"), nil
-	}))
+	})
+	requests := logs(ctx, t, c, namespace, "server")
 	for name := range examples {
-		if name != "wait-init-container-proceed" && strings.Contains(logs(ctx, t, c, namespace, "server"), "url:/"+name+"\n") {
+		if name != "wait-init-container-proceed" && strings.Contains(requests, "url:/"+name+"\n") {
 			t.Errorf("%s did not wait for the proxy", name)
 		}
 	}
 }
 
-// checkExamples is for when the proxy has come.
+// checkExamples checks, with the proxy running, that the waiting examples send their requests through it, and that all
+// examples receive their responses.
 func checkExamples(ctx context.Context, t *testing.T, c *envconf.Config) {
 	proxy, err := only(ctx, c, proxies, "app=mitmproxy")
 	must(t, err)
 	for name, container := range examples {
 		if name != "wait-init-container-proceed" {
-			must(t, eventually(ctx, name+" asks through the proxy", func() (bool, error) {
+			waitFor(ctx, t, name+" sends its request through the proxy", func() (bool, error) {
 				return strings.Contains(logs(ctx, t, c, proxies, proxy), "/"+name+"\n"), nil
-			}))
+			})
 		}
-		must(t, eventually(ctx, name+" has its answer", func() (bool, error) {
+		waitFor(ctx, t, name+" has its response", func() (bool, error) {
 			text, err := containerLogs(ctx, c, namespace, name, container)
 			return strings.Contains(text, "hello"), err
-		}))
+		})
 		must(t, remove(ctx, c, example(ctx, t, c, name), decoder.MutateNamespace(namespace)))
 	}
-	must(t, eventually(ctx, "they are gone", func() (bool, error) {
+	waitFor(ctx, t, "no pod of an example remains", func() (bool, error) {
 		var pods corev1.PodList
 		err := client(c).WithNamespace(namespace).List(ctx, &pods)
 		for _, p := range pods.Items {
@@ -72,5 +76,5 @@ func checkExamples(ctx context.Context, t *testing.T, c *envconf.Config) {
 			}
 		}
 		return true, err
-	}))
+	})
 }

@@ -1,6 +1,5 @@
-// Package e2e holds the tests of sluice on a Kubernetes cluster, whichever the kubeconfig names: the node that
-// integration/cluster brings up, or kind. The images sluice:e2e, mitmproxy:e2e and tools:e2e must be on its nodes,
-// of which there is one.
+// Package e2e tests sluice on the Kubernetes cluster that KUBECONFIG names: the node of integration/cluster, or kind.
+// The cluster must have one node, with the images sluice:e2e, mitmproxy:e2e and tools:e2e.
 package e2e
 
 import (
@@ -39,15 +38,22 @@ var (
 	deployed = filepath.Join("..", "..", "..", "deploy")
 )
 
-// flowFile is where the proxy records its flows.
+// flowFile is the file in which the proxy records its flows.
 const flowFile = "/tmp/flows"
 
-// images replaces those of the manifests by those that were built here, and lets the proxy record its flows.
-var images = strings.NewReplacer("image: sluice:0.1.0", "image: sluice:e2e", "image: mitmproxy/mitmproxy:8.1.1", "image: mitmproxy:e2e",
-	"image: busybox:1.36", "image: tools:e2e",
-	"- --scripts=/etc/sluice/sluice.py", "- --scripts=/etc/sluice/sluice.py\n            - --save-stream-file="+flowFile)
+const addonArgument = "- --scripts=/etc/sluice/sluice.py"
 
-// fixtures are a server, which logs who asks, a look at the node's own files, and a pod that is older than sluice.
+// images replaces the images in the manifests by the ones that the tests have built, and makes the proxy record its
+// flows.
+var images = strings.NewReplacer(
+	"image: sluice:0.1.0", "image: sluice:e2e",
+	"image: mitmproxy/mitmproxy:8.1.1", "image: mitmproxy:e2e",
+	"image: busybox:1.36", "image: tools:e2e",
+	addonArgument, addonArgument+"\n            - --save-stream-file="+flowFile,
+)
+
+// fixtures are the pods server (an HTTP server that logs requests), older (a pod that is older than sluice) and node
+// (gives access to files of the node).
 const fixtures = `
 apiVersion: v1
 kind: Namespace
@@ -67,7 +73,8 @@ spec:
         - -c
         - |
           mkdir /w && cd /w
-          echo hello | tee index.html wait-init-container wait-init-container-proceed wait-post-start wait-native-sidecar
+          echo hello | tee index.html \
+            wait-init-container wait-init-container-proceed wait-post-start wait-native-sidecar
           exec httpd -f -vv -p 80
 ---
 apiVersion: v1
@@ -99,7 +106,7 @@ spec:
     - {name: netns, hostPath: {path: /run/netns}}
 `
 
-// original is the network configuration before sluice came.
+// original is the network configuration before the installation of sluice.
 var original string
 
 func TestMain(m *testing.M) { os.Exit(run(m)) }
@@ -107,7 +114,7 @@ func TestMain(m *testing.M) { os.Exit(run(m)) }
 func run(m *testing.M) int {
 	flag.Parse()
 	if os.Getenv("KUBECONFIG") == "" {
-		fmt.Fprintln(os.Stderr, "KUBECONFIG names no cluster: `make e2e` brings one up")
+		fmt.Fprintln(os.Stderr, "KUBECONFIG is not set: run the tests with `make e2e`, which starts a node for them")
 		return 1
 	}
 	suite = env.NewWithConfig(envconf.NewWithKubeConfig(os.Getenv("KUBECONFIG")))
@@ -127,10 +134,17 @@ func run(m *testing.M) int {
 		if err := applyFile(ctx, c, "sluice.yaml"); err != nil {
 			return ctx, err
 		}
-		return ctx, eventually(ctx, "sluice is ready", func() (bool, error) { return rolledOut(ctx, c, system, "sluice") })
+		return ctx, eventually(ctx, "sluice is ready", func() (bool, error) {
+			return rolledOut(ctx, c, system, "sluice")
+		})
 	})
 	suite.Finish(func(ctx context.Context, c *envconf.Config) (context.Context, error) {
-		return ctx, errors.Join(setTaints(ctx, c), deleteFile(ctx, c, "mitmproxy/mitmproxy.yaml"), deleteFile(ctx, c, "sluice.yaml"), remove(ctx, c, fixtures))
+		return ctx, errors.Join(
+			setTaints(ctx, c),
+			deleteFile(ctx, c, "mitmproxy/mitmproxy.yaml"),
+			deleteFile(ctx, c, "sluice.yaml"),
+			remove(ctx, c, fixtures),
+		)
 	})
 	return suite.Run(m)
 }
@@ -153,7 +167,17 @@ func deleteFile(ctx context.Context, c *envconf.Config, name string) error {
 
 func client(c *envconf.Config) *resources.Resources { return c.Client().Resources() }
 
-// apply makes objects, or changes them, as kubectl apply --server-side does.
+// mergePatch is a JSON merge patch.
+func mergePatch(data string) k8s.Patch {
+	return k8s.Patch{PatchType: types.MergePatchType, Data: []byte(data)}
+}
+
+// daemonSet names a DaemonSet, for a patch.
+func daemonSet(namespace, name string) *appsv1.DaemonSet {
+	return &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: namespace}}
+}
+
+// apply creates or changes objects, as `kubectl apply --server-side` does.
 func apply(ctx context.Context, c *envconf.Config, manifest string, options ...decoder.DecodeOption) error {
 	force := func(o *metav1.PatchOptions) { o.FieldManager, o.Force = "e2e", new(true) }
 	return decoder.DecodeEach(ctx, strings.NewReader(manifest), func(ctx context.Context, o k8s.Object) error {
@@ -163,7 +187,7 @@ func apply(ctx context.Context, c *envconf.Config, manifest string, options ...d
 		}
 		return eventually(ctx, "apply "+o.GetName(), func() (bool, error) {
 			err := client(c).Patch(ctx, o, k8s.Patch{PatchType: types.ApplyPatchType, Data: data}, force)
-			if apierrors.IsForbidden(err) { // its namespace's service account is on its way
+			if apierrors.IsForbidden(err) { // the service account of a new namespace does not exist yet
 				return false, nil
 			}
 			return true, err
@@ -175,13 +199,28 @@ func remove(ctx context.Context, c *envconf.Config, manifest string, options ...
 	return decoder.DecodeEach(ctx, strings.NewReader(manifest), decoder.DeleteIgnoreNotFound(client(c)), options...)
 }
 
-// eventually waits for cond, as long as anything here takes.
-func eventually(ctx context.Context, what string, cond func() (bool, error)) error {
-	return within(ctx, 3*time.Minute, what, cond)
+// waitFor waits for cond, and ends the test if cond fails or does not become true. wanted describes it.
+func waitFor(ctx context.Context, t *testing.T, wanted string, cond func() (bool, error)) {
+	t.Helper()
+	must(t, eventually(ctx, wanted, cond))
 }
 
-func within(ctx context.Context, patience time.Duration, what string, cond func() (bool, error)) error {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+// waitForRollout waits until all pods of a DaemonSet are current and ready.
+func waitForRollout(ctx context.Context, t *testing.T, c *envconf.Config, namespace, name string) {
+	t.Helper()
+	waitFor(ctx, t, "the DaemonSet "+name+" is rolled out", func() (bool, error) {
+		return rolledOut(ctx, c, namespace, name)
+	})
+}
+
+// eventually waits for cond, with a timeout that is long enough for every test here.
+func eventually(ctx context.Context, wanted string, cond func() (bool, error)) error {
+	return within(ctx, 3*time.Minute, wanted, cond)
+}
+
+// within waits for cond with a timeout. An error of cond ends it at once.
+func within(ctx context.Context, timeout time.Duration, wanted string, cond func() (bool, error)) error {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
@@ -193,7 +232,7 @@ func within(ctx context.Context, patience time.Duration, what string, cond func(
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
-			return fmt.Errorf("it never happened: %s", what)
+			return fmt.Errorf("timed out waiting for: %s", wanted)
 		}
 	}
 }
@@ -221,7 +260,7 @@ func inPod(ctx context.Context, c *envconf.Config, namespace, pod string, comman
 	return out.String(), nil
 }
 
-// only is the one pod of a DaemonSet.
+// only returns the name of the running pod that a label selector selects.
 func only(ctx context.Context, c *envconf.Config, namespace, selector string) (string, error) {
 	var pods corev1.PodList
 	if err := client(c).WithNamespace(namespace).List(ctx, &pods, resources.WithLabelSelector(selector)); err != nil {
@@ -235,15 +274,20 @@ func only(ctx context.Context, c *envconf.Config, namespace, selector string) (s
 	return "", fmt.Errorf("no pod %s runs in %s", selector, namespace)
 }
 
-// newPod is a pod that runs a script, in its first init container if it has one.
+// newPod creates a pod that runs the shell script script and, if init is not empty, an init container that runs init.
 func newPod(name, namespace string, labels map[string]string, script string, init string) *corev1.Pod {
 	zero := int64(0)
 	container := func(name, script string) corev1.Container {
-		return corev1.Container{Name: name, Image: "tools:e2e", ImagePullPolicy: corev1.PullIfNotPresent, Command: []string{"sh", "-c", script}}
+		return corev1.Container{
+			Name: name, Image: "tools:e2e", ImagePullPolicy: corev1.PullIfNotPresent,
+			Command: []string{"sh", "-c", script},
+		}
 	}
 	p := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: namespace, Labels: labels},
-		Spec:       corev1.PodSpec{TerminationGracePeriodSeconds: &zero, Containers: []corev1.Container{container("c", script)}},
+		Spec: corev1.PodSpec{
+			TerminationGracePeriodSeconds: &zero, Containers: []corev1.Container{container("c", script)},
+		},
 	}
 	if init != "" {
 		p.Spec.InitContainers = []corev1.Container{container("init", init)}

@@ -8,7 +8,6 @@ import (
 	"strings"
 	"testing"
 
-	appsv1 "k8s.io/api/apps/v1"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -16,17 +15,16 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
-	"sigs.k8s.io/e2e-framework/klient/k8s"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
 var (
-	ours   = corev1.Taint{Key: "sluice.dev/not-ready", Effect: corev1.TaintEffectNoSchedule}
-	theirs = corev1.Taint{Key: "example.com/theirs", Value: "x", Effect: corev1.TaintEffectPreferNoSchedule}
+	sluiceTaint  = corev1.Taint{Key: "sluice.dev/not-ready", Effect: corev1.TaintEffectNoSchedule}
+	foreignTaint = corev1.Taint{Key: "example.com/foreign", Value: "x", Effect: corev1.TaintEffectPreferNoSchedule}
 )
 
-// theNode is the one that all of this runs on.
-func theNode(ctx context.Context, c *envconf.Config) (*corev1.Node, error) {
+// getNode returns the cluster's only node.
+func getNode(ctx context.Context, c *envconf.Config) (*corev1.Node, error) {
 	var p corev1.Pod
 	if err := client(c).Get(ctx, "node", namespace, &p); err != nil {
 		return nil, err
@@ -35,75 +33,80 @@ func theNode(ctx context.Context, c *envconf.Config) (*corev1.Node, error) {
 	return &n, client(c).Get(ctx, p.Spec.NodeName, "", &n)
 }
 
-func tainting(taints ...corev1.Taint) []byte {
-	patch, _ := json.Marshal(map[string]any{"spec": map[string]any{"taints": taints}}) // taints can always be written
-	return patch
+// taintPatch returns a merge patch that gives a node exactly these taints.
+func taintPatch(taints ...corev1.Taint) string {
+	patch, _ := json.Marshal(map[string]any{"spec": map[string]any{"taints": taints}}) // taints have a JSON form
+	return string(patch)
 }
 
 func setTaints(ctx context.Context, c *envconf.Config, taints ...corev1.Taint) error {
-	n, err := theNode(ctx, c)
+	n, err := getNode(ctx, c)
 	if err != nil {
 		return err
 	}
-	return client(c).Patch(ctx, n, k8s.Patch{PatchType: types.MergePatchType, Data: tainting(taints...)})
+	return client(c).Patch(ctx, n, mergePatch(taintPatch(taints...)))
 }
 
 func hasTaints(ctx context.Context, c *envconf.Config, want ...corev1.Taint) (bool, error) {
-	n, err := theNode(ctx, c)
+	n, err := getNode(ctx, c)
 	return err == nil && slices.Equal(n.Spec.Taints, want), err
 }
 
-// createKeptOff makes a pod that the taint keeps off the node.
-func createKeptOff(ctx context.Context, t *testing.T, c *envconf.Config) {
+// createPodKeptOff creates a pod that the taint keeps off the node.
+func createPodKeptOff(ctx context.Context, t *testing.T, c *envconf.Config) {
 	t.Helper()
 	must(t, client(c).Create(ctx, newPod("kept-off", namespace, nil, "sleep 86400", "")))
-	must(t, eventually(ctx, "the scheduler has tried", func() (bool, error) {
+	waitFor(ctx, t, "the scheduler finds no node for the pod because of a taint", func() (bool, error) {
 		var p corev1.Pod
 		err := client(c).Get(ctx, "kept-off", namespace, &p)
 		return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
-			return c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse && strings.Contains(c.Message, "untolerated taint")
+			return c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse &&
+				strings.Contains(c.Message, "untolerated taint")
 		}), err
-	}))
+	})
 }
 
-// wantLetIn wants that pod to run, because the daemon has taken the taint off and left theirs.
-func wantLetIn(ctx context.Context, t *testing.T, c *envconf.Config) {
+// wantPodAdmitted checks that the daemon removes its taint and no other. Then the pod of createPodKeptOff must run.
+func wantPodAdmitted(ctx context.Context, t *testing.T, c *envconf.Config) {
 	t.Helper()
-	must(t, eventually(ctx, "the taint is taken off, and that alone", func() (bool, error) { return hasTaints(ctx, c, theirs) }))
-	must(t, eventually(ctx, "the pod that it kept off runs", func() (bool, error) { return running(ctx, c, "kept-off"), nil }))
+	waitFor(ctx, t, "the node has the foreign taint alone", func() (bool, error) {
+		return hasTaints(ctx, c, foreignTaint)
+	})
+	waitFor(ctx, t, "the pod that was kept off runs", func() (bool, error) { return running(ctx, c, "kept-off"), nil })
 	must(t, client(c).Delete(ctx, newPod("kept-off", namespace, nil, "", "")))
 }
 
-// place lets a DaemonSet have its pods on the node, or nowhere.
-func place(ctx context.Context, t *testing.T, c *envconf.Config, namespace, name string, there bool) {
+// placeDaemonSet makes a DaemonSet run its pods on the node, or on no node.
+func placeDaemonSet(ctx context.Context, t *testing.T, c *envconf.Config, namespace, name string, onNode bool) {
 	t.Helper()
 	value := `"x"`
-	if there {
+	if onNode {
 		value = "null"
 	}
-	must(t, client(c).Patch(ctx, &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: namespace}}, k8s.Patch{
-		PatchType: types.MergePatchType, Data: fmt.Appendf(nil, `{"spec":{"template":{"spec":{"nodeSelector":{"nowhere":%s}}}}}`, value),
-	}))
+	placed := fmt.Sprintf(`{"spec":{"template":{"spec":{"nodeSelector":{"nowhere":%s}}}}}`, value)
+	must(t, client(c).Patch(ctx, daemonSet(namespace, name), mergePatch(placed)))
 }
 
-// putBack leaves sluice with the manifests that it has made for this.
-func putBack(ctx context.Context, t *testing.T, c *envconf.Config) {
+// taintReturns renders the manifests with late.taintAfter, and leaves sluice with them.
+func taintReturns(ctx context.Context, t *testing.T, c *envconf.Config) {
 	must(t, apply(ctx, c, render(ctx, t, "config.late.taintAfter=2s")))
-	must(t, eventually(ctx, "sluice is rolled out", func() (bool, error) { return rolledOut(ctx, c, system, "sluice") }))
-	place(ctx, t, c, proxies, "mitmproxy", false)
-	must(t, eventually(ctx, "the taint is back, behind theirs", func() (bool, error) { return hasTaints(ctx, c, theirs, ours) }))
-	n, err := theNode(ctx, c)
+	waitForRollout(ctx, t, c, system, "sluice")
+	placeDaemonSet(ctx, t, c, proxies, "mitmproxy", false)
+	waitFor(ctx, t, "the node has its taint again, after the foreign one", func() (bool, error) {
+		return hasTaints(ctx, c, foreignTaint, sluiceTaint)
+	})
+	n, err := getNode(ctx, c)
 	must(t, err)
-	must(t, eventually(ctx, "an event on the node says why", func() (bool, error) {
-		return toldIn(ctx, c, metav1.NamespaceDefault, n.Name, "SluiceNodeTainted", "no proxy is connected")
-	}))
-	createKeptOff(ctx, t, c)
-	place(ctx, t, c, proxies, "mitmproxy", true)
-	wantLetIn(ctx, t, c)
-	must(t, eventually(ctx, "the proxy is back", func() (bool, error) { return rolledOut(ctx, c, proxies, "mitmproxy") }))
+	waitFor(ctx, t, "an event on the node gives the reason", func() (bool, error) {
+		return hasEventIn(ctx, c, metav1.NamespaceDefault, n.Name, "SluiceNodeTainted", "no proxy is connected")
+	})
+	createPodKeptOff(ctx, t, c)
+	placeDaemonSet(ctx, t, c, proxies, "mitmproxy", true)
+	wantPodAdmitted(ctx, t, c)
+	waitForRollout(ctx, t, c, proxies, "mitmproxy")
 }
 
-// ownNodeOnly uses tokens of the daemon's service account as somebody would who has stolen them.
+// ownNodeOnly patches nodes with tokens of the daemon's service account, as an attacker would with a stolen token.
 func ownNodeOnly(ctx context.Context, t *testing.T, c *envconf.Config) {
 	admin, err := kubernetes.NewForConfig(c.Client().RESTConfig())
 	must(t, err)
@@ -127,36 +130,52 @@ func ownNodeOnly(ctx context.Context, t *testing.T, c *envconf.Config) {
 	own, other := pod.Spec.NodeName, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "other"}}
 	must(t, client(c).Create(ctx, other))
 	defer func() { must(t, client(c).Delete(context.WithoutCancel(ctx), other)) }()
-	evicting := corev1.Taint{Key: ours.Key, Effect: corev1.TaintEffectNoExecute}
+	evicting := corev1.Taint{Key: sluiceTaint.Key, Effect: corev1.TaintEffectNoExecute}
+	another := corev1.Taint{Key: "a", Effect: corev1.TaintEffectNoSchedule}
 	for _, tc := range []struct {
-		says    string
+		name    string
 		by      kubernetes.Interface
 		node    string
-		patch   []byte
-		refusal string // "" for none
+		patch   string
+		refusal string // empty: the patch is allowed
 	}{
-		{"a pod's token, the taint of its node", bound, own, tainting(theirs, ours), ""},
-		{"a pod's token, the taint of another node", bound, other.Name, tainting(ours), "its pod runs on, and no other"},
-		{"no pod's token, the taint of the node", unbound, own, tainting(theirs, ours), "the token names no node"},
-		{"no pod's token, the taint of another node", unbound, other.Name, tainting(ours), "the token names no node"},
-		{"a taint that evicts", bound, own, tainting(theirs, evicting), "no other effect than NoSchedule"},
-		{"another taint", bound, own, tainting(theirs, corev1.Taint{Key: "a", Effect: corev1.TaintEffectNoSchedule}), "not-ready, and no other"},
-		{"their taint away", bound, own, tainting(), "not-ready, and no other"},
-		{"cordon", bound, own, []byte(`{"spec":{"unschedulable":true}}`), "no more of a node's spec"},
-		{"the provider's ID", bound, own, []byte(`{"spec":{"providerID":"a"}}`), "no more of a node's spec"},
-		{"a label", bound, own, []byte(`{"metadata":{"labels":{"a":"b"}}}`), "no label"},
-		{"a label away", bound, own, []byte(`{"metadata":{"labels":{"kubernetes.io/os":null}}}`), "no label"},
-		{"all annotations away", bound, own, []byte(`{"metadata":{"annotations":null}}`), "no annotation"},
-		{"a finalizer", bound, own, []byte(`{"metadata":{"finalizers":["a.example/b"]}}`), "nothing else of a node's metadata"},
+		{"pod's token, taint of its node", bound, own, taintPatch(foreignTaint, sluiceTaint), ""},
+		{
+			"pod's token, taint of another node", bound, other.Name, taintPatch(sluiceTaint),
+			"its pod runs on, and no other",
+		},
+		{
+			"token without a pod, taint of the node", unbound, own, taintPatch(foreignTaint, sluiceTaint),
+			"the token names no node",
+		},
+		{
+			"token without a pod, taint of another node", unbound, other.Name, taintPatch(sluiceTaint),
+			"the token names no node",
+		},
+		{"taint that evicts", bound, own, taintPatch(foreignTaint, evicting), "no other effect than NoSchedule"},
+		{"another taint", bound, own, taintPatch(foreignTaint, another), "not-ready, and no other"},
+		{"removal of the foreign taint", bound, own, taintPatch(), "not-ready, and no other"},
+		{"cordon", bound, own, `{"spec":{"unschedulable":true}}`, "no more of a node's spec"},
+		{"provider ID", bound, own, `{"spec":{"providerID":"a"}}`, "no more of a node's spec"},
+		{"new label", bound, own, `{"metadata":{"labels":{"a":"b"}}}`, "no label"},
+		{"removal of a label", bound, own, `{"metadata":{"labels":{"kubernetes.io/os":null}}}`, "no label"},
+		{"removal of all annotations", bound, own, `{"metadata":{"annotations":null}}`, "no annotation"},
+		{
+			"finalizer", bound, own, `{"metadata":{"finalizers":["a.example/b"]}}`,
+			"nothing else of a node's metadata",
+		},
 	} {
-		_, err := tc.by.CoreV1().Nodes().Patch(ctx, tc.node, types.MergePatchType, tc.patch, metav1.PatchOptions{})
+		nodes := tc.by.CoreV1().Nodes()
+		_, err := nodes.Patch(ctx, tc.node, types.MergePatchType, []byte(tc.patch), metav1.PatchOptions{})
 		if tc.refusal == "" {
 			if err != nil {
-				t.Errorf("%s: %v", tc.says, err)
+				t.Errorf("%s: %v", tc.name, err)
 			}
 		} else if !apierrors.IsForbidden(err) || !strings.Contains(err.Error(), tc.refusal) {
-			t.Errorf("%s: got %v, want it forbidden with %q", tc.says, err, tc.refusal)
+			t.Errorf("%s: got %v, want it forbidden with %q", tc.name, err, tc.refusal)
 		}
 	}
-	must(t, eventually(ctx, "the daemon has taken the taint off again", func() (bool, error) { return hasTaints(ctx, c, theirs) }))
+	waitFor(ctx, t, "the daemon has removed its taint again", func() (bool, error) {
+		return hasTaints(ctx, c, foreignTaint)
+	})
 }

@@ -11,7 +11,7 @@ import (
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
-// render makes the manifests of the chart, with other values.
+// render renders the manifests of the chart with changed values, each given as KEY=VALUE.
 func render(ctx context.Context, t *testing.T, values ...string) string {
 	t.Helper()
 	var args []string
@@ -25,24 +25,34 @@ func render(ctx context.Context, t *testing.T, values ...string) string {
 	return images.Replace(string(out))
 }
 
-// upstreamKinds lets sluice look for the proxy in each of its ways. The last is the one that it had before.
+// upstreamKinds configures each way in which sluice can find the proxy. The last one is the default, which was in use
+// before.
 func upstreamKinds(ctx context.Context, t *testing.T, c *envconf.Config) {
 	const up = "config.upstream."
 	for _, kind := range []struct {
-		says   string
-		values []string
+		address string // part of the address in the daemon's status
+		values  []string
 	}{
-		{"pod app=mitmproxy of this node in mitmproxy, port 8080", []string{up + "protocol=connect", up + "port=8080"}},
-		{"service mitmproxy/mitmproxy, port 8080", []string{up + "protocol=connect", up + "port=8080", up + "service.namespace=mitmproxy", up + "service.name=mitmproxy"}},
+		{
+			"pod app=mitmproxy of this node in mitmproxy, port 8080",
+			[]string{up + "protocol=connect", up + "port=8080"},
+		},
+		{
+			"service mitmproxy/mitmproxy, port 8080",
+			[]string{
+				up + "protocol=connect", up + "port=8080",
+				up + "service.namespace=mitmproxy", up + "service.name=mitmproxy",
+			},
+		},
 		{":18080", []string{up + "protocol=connect", up + "address=${HOST_IP}:18080"}},
 		{"/proxy.sock", nil},
 	} {
 		must(t, apply(ctx, c, render(ctx, t, kind.values...)))
-		must(t, eventually(ctx, "sluice is rolled out for "+kind.says, func() (bool, error) { return rolledOut(ctx, c, system, "sluice") }))
-		must(t, eventually(ctx, "its status says where the proxy is", func() (bool, error) {
+		waitForRollout(ctx, t, c, system, "sluice")
+		waitFor(ctx, t, "the daemon's status names the upstream as "+kind.address, func() (bool, error) {
 			s, err := status(ctx, c)
-			return strings.Contains(s.Upstream.Address, kind.says) && s.Upstream.Ready, err
-		}))
-		checkAsk(ctx, t, c, "captured", true)
+			return strings.Contains(s.Upstream.Address, kind.address) && s.Upstream.Ready, err
+		})
+		checkRequests(ctx, t, c, "captured", true)
 	}
 }
