@@ -39,7 +39,8 @@ bench: build ## * Measure latency, throughput, ADD and memory against their budg
 	integration/setup.sh bench
 	go run ./integration/bench
 
-# The quick checks come first. A check that is a script says in its head what it checks, and how to fix a finding.
+# The quick checks come first. Each script begins with a comment about its check, and its message says how to fix a
+# finding.
 lint: bin/tools/golangci-lint bin/tools/helm ## Check Go, scripts, columns, wording, NOTICE, links, chart and manifests
 	@integration/setup.sh lint
 	tools/lint/go-format

@@ -50,7 +50,7 @@ def log(level: int, text: str, *args: Any) -> None:
         logging.log(level, "sluice: " + text, *args)
 
 
-# The facts of a pod: the current task serves a connection of that pod.
+# The facts of the pod that the current task serves.
 current: contextvars.ContextVar[Optional[dict]] = contextvars.ContextVar("sluice", default=None)
 
 
