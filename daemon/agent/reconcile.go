@@ -108,7 +108,7 @@ func (a *Agent) reopen(e *endpoint.Endpoint, r attach.Record) error {
 	evicted, err := e.Reopen(r.Attachment, rules, evict)
 	if evicted && err == nil {
 		a.log.Warn("listeners of another process were closed, most likely of a sluiced that hangs",
-			"attachment", r.Attachment.String())
+			"attachment", r.String())
 	}
 	return err
 }

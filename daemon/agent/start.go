@@ -78,7 +78,7 @@ func (a *Agent) yieldIfReplaced() {
 		return
 	}
 	_ = a.tenure.PassOn(func() error { // has ended already, at worst
-		a.log.Error("this sluiced hung, and another one has started without it; open connections are relayed to their end")
+		a.log.Error("this sluiced hung, and another one runs by now; open connections are relayed to their end")
 		a.table.Release()
 		return nil
 	})

@@ -137,6 +137,7 @@ func (l *lateness) directNotices() (notices []Notice) {
 func (l *lateness) noticeReset(count int, message string) Notice {
 	table := l.service.table
 	table.expired.Add(uint64(count))
-	table.log.Warn("waiting connections were reset", "netnsID", l.service.id.String(), "count", count, "reason", message)
+	table.log.Warn("waiting connections were reset",
+		"netnsID", l.service.id.String(), "count", count, "reason", message)
 	return Notice{ReasonReset, message}
 }

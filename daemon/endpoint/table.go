@@ -8,8 +8,8 @@
 //   - Table.mu guards the table's maps.
 //   - Endpoint.mu guards the records of one endpoint, and service.mu its gate, for readers that have not entered it.
 //
-// All but the first are held for moments: nothing is done under them that waits for the network, the disk, another process
-// or a pod. A function whose name ends in Locked expects its caller to hold mu.
+// All but the first are held for moments: nothing is done under them that waits for the network, the disk, another
+// process or a pod. A function whose name ends in Locked expects its caller to hold mu.
 package endpoint
 
 import (

@@ -31,7 +31,7 @@ const (
 // for after; 0: it never adds it. It runs until ctx ends, and always returns nil.
 func (n *Node) KeepTaint(ctx context.Context, after time.Duration, status func() attach.Status) error {
 	interval, logged := taintInterval, ""
-	for {
+	for ctx.Err() == nil {
 		switch err := n.keepTaint(ctx, after, status(), time.Now()); {
 		case err == nil, apierrors.IsConflict(err): // a conflict: the watch is about to show another client's change
 			interval, logged = taintInterval, ""
@@ -41,10 +41,9 @@ func (n *Node) KeepTaint(ctx context.Context, after time.Duration, status func()
 			}
 			interval, logged = min(2*interval, maxTaintInterval), err.Error()
 		}
-		if pause.For(ctx, interval) != nil {
-			return nil
-		}
+		_ = pause.For(ctx, interval) // the loop looks at ctx
 	}
+	return nil
 }
 
 func (n *Node) keepTaint(ctx context.Context, after time.Duration, s attach.Status, now time.Time) error {
