@@ -67,7 +67,7 @@ func (a *Agent) HandOver(conn *net.UnixConn) error {
 		a.log.Error("hand-over failed; still serving", "err", err)
 		return err
 	}
-	a.log.Info("hand-over succeeded; open connections are relayed to their end")
+	a.log.Info("handed over to another sluiced; open connections are relayed to their end")
 	return nil
 }
 

@@ -71,7 +71,7 @@ func permitted(dst netip.AddrPort) error {
 func notFromNode(pod, src netip.AddrPort) error {
 	node, err := netns.SourceTo(pod.Addr())
 	if err == nil && src.Addr() == node {
-		err = errors.New("this node made the connection itself: relayed, it would come back")
+		err = errors.New("this node itself opened the connection: relayed, it would come back")
 	}
 	return err
 }

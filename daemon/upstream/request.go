@@ -50,7 +50,7 @@ func (u *Upstream) HalfClose() bool { return u.protocol == config.SOCKS5 }
 func (u *Upstream) Ask(ctx context.Context, conn *Conn, req Request) ([]byte, error) {
 	if req.Inbound && conn.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap() == req.Source.Addr() {
 		_ = conn.Close() // nothing was requested on it
-		return nil, fmt.Errorf("%w: the upstream made the connection itself: relayed, it would come back",
+		return nil, fmt.Errorf("%w: the upstream itself opened the connection: relayed, it would come back",
 			ErrUnreachable)
 	}
 	_ = conn.SetDeadline(time.Now().Add(answerTimeout)) // fails only on a closed connection, as the next call will
