@@ -88,11 +88,11 @@ cluster-down: bin/cluster/cluster ## * Stop that node and remove all its files
 
 drill: ## * Break the daemon and the proxy under load, repeatedly, and report the fate of every connection
 	integration/setup.sh test
-	go test -count=1 -timeout=30m -run TestDrills -v ./integration -args -drill
+	go test -count=1 -timeout=30m -run TestDrills -v ./integration/drill -args -drill
 
 screenshot: ## * Take the screenshot of mitmweb for docs/ in a real browser
 	integration/setup.sh screenshot
-	go test -count=1 -run TestScreenshot ./integration -args -screenshot $(CURDIR)/docs/mitmweb.png
+	go test -count=1 -run TestScreenshot ./integration/mitmproxy -args -screenshot $(CURDIR)/docs/mitmweb.png
 
 clean: ## Remove bin/, and the Kubernetes node if one runs
 	if [ -x bin/cluster/cluster ]; then bin/cluster/cluster down; fi

@@ -82,7 +82,6 @@ func (b *bench) prepare() {
 	b.progress("building")
 	bin, err := testbed.BuildReleased()
 	b.tb.must(err, "building")
-	b.tb.Cleanup(func() { _ = os.RemoveAll(bin) })
 	b.bin = bin
 	b.report.Versions = []string{
 		version("redsocks", "-v"), version("mitmdump", "--version"), version("iptables", "--version"),

@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"path/filepath"
-	"strings"
 	"syscall"
 	"testing"
 
@@ -15,16 +13,20 @@ import (
 
 var pid = os.Getpid()
 
-// needed are the programs that these worlds are made with.
+// needed are the programs that a testbed is made with.
 var needed = []string{"ip", "nft", "iptables-nft", "iptables-legacy", "sysctl"}
 
-// inUserNS marks the process that Main has started in namespaces of its own.
+// inUserNS marks the process that Main has started in its own namespaces.
 const inUserNS = "SLUICE_TEST_IN_USERNS"
 
-// Main runs a package's tests, as root or in a user namespace in which they are, and returns the exit code.
-// What is missing is said; nothing is skipped.
+// Main runs the tests of a package and returns the exit code. A package needs one line for it:
+//
+//	func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
+//
+// The tests run as root, or else in a new user namespace in which they are root. Main names a program that is missing;
+// no test is skipped.
 func Main(m *testing.M) int {
-	// Where some users do not look, and where the network tools are.
+	// The network tools are in folders that the PATH of a plain user lacks.
 	if err := os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin"); err != nil {
 		return failMain("PATH", err)
 	}
@@ -32,14 +34,14 @@ func Main(m *testing.M) int {
 		return mainInUserNS()
 	}
 	if os.Getenv(inUserNS) != "" {
-		// The machine's /run is not ours to write to.
+		// The user may not write to the machine's /run.
 		if err := errors.Join(unix.Mount("tmpfs", "/run", "tmpfs", 0, ""), os.Mkdir("/run/netns", 0o755)); err != nil {
-			return failMain("mounting an own /run", err)
+			return failMain("mounting a new /run", err)
 		}
 	}
 	for _, name := range needed {
 		if _, err := exec.LookPath(name); err != nil {
-			return failMain("tests need it; `make test` installs what is missing", err)
+			return failMain("tests need this program; `make test` installs it", err)
 		}
 	}
 	return m.Run()
@@ -62,51 +64,13 @@ func mainInUserNS() int {
 		return exit.ExitCode()
 	}
 	if err != nil {
-		return failMain("these tests make network namespaces: run them as root, or where unprivileged user namespaces are allowed", err)
+		const hint = "these tests make network namespaces: run them as root, or where unprivileged user namespaces are allowed"
+		return failMain(hint, err)
 	}
 	return 0
 }
 
-func failMain(what string, err error) int {
-	fmt.Fprintf(os.Stderr, "%s: %v\n", what, err)
+func failMain(hint string, err error) int {
+	fmt.Fprintf(os.Stderr, "%s: %v\n", hint, err)
 	return 1
-}
-
-// Build builds the binaries into a new directory: the daemon with the race detector if asked, the plugin, which
-// runs once and has one goroutine, without.
-func Build(race bool) (dir string, err error) {
-	return buildWith(func(name string, cmd *exec.Cmd) {
-		if race && name == "sluiced" {
-			cmd.Args = append(cmd.Args, "-race")
-		}
-	})
-}
-
-// BuildReleased builds the binaries as releases are built.
-func BuildReleased() (dir string, err error) {
-	return buildWith(func(_ string, cmd *exec.Cmd) {
-		cmd.Args = append(cmd.Args, "-trimpath", "-ldflags", "-s -w")
-		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-	})
-}
-
-func buildWith(adjust func(name string, cmd *exec.Cmd)) (dir string, err error) {
-	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
-	if err != nil {
-		return "", fmt.Errorf("finding the module: %w", err)
-	}
-	dir, err = os.MkdirTemp("", "sluice-bin-")
-	if err != nil {
-		return "", err
-	}
-	for name, pkg := range map[string]string{"sluice": "./plugin", "sluiced": "./daemon", "connectproxy": "./integration/connectproxy"} {
-		cmd := exec.Command("go", "build", "-o", filepath.Join(dir, name))
-		adjust(name, cmd)
-		cmd.Args = append(cmd.Args, pkg)
-		cmd.Dir = strings.TrimSpace(string(root))
-		if out, err := cmd.CombinedOutput(); err != nil {
-			return "", errors.Join(fmt.Errorf("building %s: %w\n%s", name, err, out), os.RemoveAll(dir))
-		}
-	}
-	return dir, nil
 }

@@ -17,21 +17,14 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(Main(m)) }
 
-// binaries names the directory of binaries that the process which started this one has built.
-const binaries = "SLUICE_TEST_BINARIES"
-
-// TestSmallWorld is what every test does: a node, a pod added through a real chain, a daemon, a connection that
-// waits and then goes through.
+// TestSmallWorld does the same as most tests: a node, a pod added through a real chain, a daemon, a connection that
+// waits and is then relayed.
 func TestSmallWorld(t *testing.T) {
 	t.Parallel()
-	dir := os.Getenv(binaries)
-	if dir == "" {
-		dir = build(t)
-	}
 	for _, backend := range []string{"iptables", "nftables"} {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			n := NewNode(t, dir)
+			n := New(t)
 			n.Plugin["backend"] = backend
 			early := n.AddPod("early")
 			d := n.StartDaemon()
@@ -47,7 +40,7 @@ func TestSmallWorld(t *testing.T) {
 			if syns := n.SYNs(); syns != 0 {
 				t.Errorf("%d SYNs left the pods, want none", syns)
 			}
-			Launch(n.Host, filepath.Join(dir, "connectproxy"))
+			Launch(n.Host, n.Binary("connectproxy"))
 			for range hosts {
 				if g := <-got; g != "hello" {
 					t.Errorf("got %s", g)
@@ -84,7 +77,7 @@ func ask(t *testing.T, h *Host, address string) string {
 	return string(b)
 }
 
-// TestMainWithoutRoot runs the small world as a user who is not root: Main finds itself a user namespace.
+// TestMainWithoutRoot runs the small world as a plain user: Main makes a user namespace.
 func TestMainWithoutRoot(t *testing.T) {
 	t.Parallel()
 	if os.Getenv(inUserNS) != "" {
@@ -97,7 +90,7 @@ func TestMainWithoutRoot(t *testing.T) {
 	}
 }
 
-// TestMainWithoutUserNamespaces: where there are none, Main says what is needed, and nothing is skipped.
+// TestMainWithoutUserNamespaces: where there are none, Main says that it needs them, and no test is skipped.
 func TestMainWithoutUserNamespaces(t *testing.T) {
 	t.Parallel()
 	if os.Getenv(inUserNS) != "" {
@@ -108,33 +101,34 @@ func TestMainWithoutUserNamespaces(t *testing.T) {
 	cmd.Args = append([]string{"sh", "-euc", `echo 0 >/proc/sys/user/max_user_namespaces; exec "$0" "$@"`}, cmd.Args...)
 	cmd.Path = "/bin/sh"
 	all := []syscall.SysProcIDMap{{ContainerID: 0, HostID: 0, Size: 65536}}
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWUSER, UidMappings: all, GidMappings: all, GidMappingsEnableSetgroups: true}
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags: syscall.CLONE_NEWUSER, UidMappings: all, GidMappings: all, GidMappingsEnableSetgroups: true,
+	}
+	const needed = "run them as root, or where unprivileged user namespaces are allowed"
 	out, err := cmd.CombinedOutput()
-	if err == nil || !strings.Contains(string(out), "run them as root, or where unprivileged user namespaces are allowed") || strings.Contains(string(out), "PASS") {
+	if err == nil || !strings.Contains(string(out), needed) || strings.Contains(string(out), "PASS") {
 		t.Errorf("%v\n%s", err, out)
 	}
 }
 
-// withoutRoot is a command that runs the small world as nobody, who has the PATH of a plain user.
+// withoutRoot is a command that runs the small world as nobody, with the PATH of a plain user. That user may not be
+// allowed to see the module, so the binaries are copied.
 func withoutRoot(t *testing.T) *exec.Cmd {
 	t.Helper()
-	dir := build(t)
-	self := filepath.Join(dir, "testbed.test")
-	Run(t, "cp", fmt.Sprintf("/proc/%d/exe", os.Getpid()), self)
-	Run(t, "chmod", "0755", dir, self)
-	cmd := exec.Command("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups",
-		self, "-test.run", "^TestSmallWorld$", "-test.v", "-test.timeout", "2m")
-	cmd.Dir = dir
-	cmd.Env = []string{"PATH=/usr/local/bin:/usr/bin:/bin", "HOME=" + dir, "TMPDIR=/tmp", binaries + "=" + dir}
-	return cmd
-}
-
-func build(t *testing.T) string {
-	t.Helper()
-	dir, err := Build(false)
+	dir, err := os.MkdirTemp("", "sluice-binaries-") // t.TempDir is in a folder for its user alone
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	return dir
+	self := filepath.Join(dir, "testbed.test")
+	Run(t, "cp", fmt.Sprintf("/proc/%d/exe", os.Getpid()), self)
+	for name := range programs {
+		Run(t, "cp", filepath.Join(Binaries(t), name), dir)
+	}
+	Run(t, "chmod", "0755", dir, self)
+	cmd := exec.Command("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups",
+		self, "-test.run", "^TestSmallWorld$", "-test.v", "-test.timeout", "2m")
+	cmd.Dir = dir
+	cmd.Env = []string{"PATH=/usr/local/bin:/usr/bin:/bin", "HOME=" + dir, "TMPDIR=/tmp", binariesVariable + "=" + dir}
+	return cmd
 }

@@ -1,10 +1,18 @@
-// Package testbed builds small worlds out of network namespaces for tests and benchmarks: a node with a bridge,
-// pods added through a real CNI chain, and a world outside that the pods talk to.
+// Package testbed builds small worlds out of network namespaces for tests and benchmarks: a node with a bridge, pods
+// added through a real CNI chain, and a world outside that the pods talk to.
 //
 //	world (198.51.100.10, 2001:db8::10) ──veth── node ──bridge cni0── pod, pod, …
 //
-// The node is a netns of its own: nothing in the machine's own network changes, and any number of nodes
-// live side by side.
+// The node is a netns: nothing changes in the machine's own network, and any number of nodes exist side by side.
+//
+// A test begins with a few lines of these:
+//
+//	n := testbed.New(t)          // a node, and the world
+//	n.ServeEcho()                // an echo service in the world
+//	proxy := n.StartConnectProxy()
+//	d := n.StartDaemon()
+//	pod := n.AddPod("web")       // by ADD of the real chain
+//	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(200), pod.Host), 10)
 package testbed
 
 import (
@@ -21,7 +29,7 @@ import (
 	"github.com/containernetworking/plugins/pkg/ns"
 )
 
-// TB is the part of testing.TB that is used here; benchmarks bring their own.
+// TB is the part of testing.TB that a testbed uses; the benchmarks have another implementation.
 type TB interface {
 	Helper()
 	Cleanup(func())
@@ -128,7 +136,7 @@ func (h *Host) Serve(address string, handle func(net.Conn)) net.Listener {
 				return // closed: the test has ended
 			}
 			go func() {
-				defer c.Close() //nolint:errcheck // the handler had its say
+				defer c.Close() //nolint:errcheck // the handler has seen its errors
 				handle(c)
 			}()
 		}
@@ -146,15 +154,15 @@ func Run(tb TB, name string, args ...string) string {
 	return string(out)
 }
 
-// Eventually waits until cond holds; what names it when it never does.
-func Eventually(tb TB, what string, cond func() bool) {
+// Eventually waits until cond holds. The failure of one that never does names the event.
+func Eventually(tb TB, event string, cond func() bool) {
 	tb.Helper()
 	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(5 * time.Millisecond) {
 		if cond() {
 			return
 		}
 		if time.Now().After(deadline) {
-			tb.Fatalf("it never happened: %s", what)
+			tb.Fatalf("it never happened: %s", event)
 		}
 	}
 }

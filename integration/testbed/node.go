@@ -19,9 +19,12 @@ import (
 const (
 	WorldIPv4 = "198.51.100.10"
 	WorldIPv6 = "2001:db8::10"
-	nodeIPv4  = "198.51.100.1"
-	nodeIPv6  = "2001:db8::1"
+	NodeIPv4  = "198.51.100.1"
+	NodeIPv6  = "2001:db8::1"
 )
+
+// Web is where the world serves its one page.
+const Web = WorldIPv4 + ":80"
 
 // CNIPlugins is where the reference plugins are installed.
 const CNIPlugins = "/usr/lib/cni"
@@ -47,10 +50,27 @@ type Node struct {
 	cni *libcni.CNIConfig
 }
 
-// NewNode makes a node and the world beside it, with the binaries in bin (see Build).
-func NewNode(tb TB, bin string) *Node {
+// New makes a node and the world beside it, with the binaries under test. Its upstream is asked by CONNECT.
+func New(tb TB) *Node {
 	tb.Helper()
-	n := &Node{Host: NewHost(tb, "node"), World: NewHost(tb, "world"), Dir: tb.TempDir(), CNIVersion: "1.0.0", LogLevel: "DEBUG", bin: bin}
+	return NewNode(tb, Binaries(tb))
+}
+
+// NewWith is New for an upstream that speaks the protocol.
+func NewWith(tb TB, protocol string) *Node {
+	tb.Helper()
+	n := New(tb)
+	n.SetProtocol(protocol)
+	return n
+}
+
+// NewNode makes a node and the world beside it, with the binaries in a folder (see Build).
+func NewNode(tb TB, binaries string) *Node {
+	tb.Helper()
+	n := &Node{
+		Host: NewHost(tb, "node"), World: NewHost(tb, "world"), Dir: tb.TempDir(),
+		CNIVersion: "1.0.0", LogLevel: "DEBUG", bin: binaries,
+	}
 	n.Plugin = map[string]any{"type": "sluice", "agentSocket": n.AgentSocket(), "stateDir": n.StateDir()}
 	n.Config = map[string]any{
 		"upstream":       map[string]any{"address": ProxyAddress, "protocol": "connect"},
@@ -60,24 +80,41 @@ func NewNode(tb TB, bin string) *Node {
 		"stateDir":       n.StateDir(),
 		"metricsAddress": "",
 	}
-	n.cni = libcni.NewCNIConfigWithCacheDir([]string{n.binDir(), bin, CNIPlugins}, filepath.Join(n.Dir, "cni-cache"), nil)
+	n.cni = libcni.NewCNIConfigWithCacheDir([]string{n.binDir(), binaries, CNIPlugins}, filepath.Join(n.Dir, "cni-cache"), nil)
 
-	// Not the number that its peer has: the kernel would take the veth for no veth and be a second or two late
-	// to notice that it is up, with IPv6 out of order until then (linkwatch_urgent_event in net/core/link_watch.c).
+	// The index differs from the index of the peer. If they were equal, the kernel would not take the link for a veth
+	// and would notice a second or two late that it is up; until then IPv6 would not work
+	// (linkwatch_urgent_event in net/core/link_watch.c).
 	n.IP("link", "add", "world", "index", "1000", "type", "veth", "peer", "name", "eth0", "netns", n.World.Name)
-	n.IP("addr", "add", nodeIPv4+"/24", "dev", "world")
-	n.IP("addr", "add", nodeIPv6+"/64", "dev", "world", "nodad")
+	n.IP("addr", "add", NodeIPv4+"/24", "dev", "world")
+	n.IP("addr", "add", NodeIPv6+"/64", "dev", "world", "nodad")
 	n.IP("link", "set", "world", "up")
 	n.World.IP("addr", "add", WorldIPv4+"/24", "dev", "eth0")
 	n.World.IP("addr", "add", WorldIPv6+"/64", "dev", "eth0", "nodad")
 	n.World.IP("link", "set", "eth0", "up")
-	n.World.IP("route", "add", "default", "via", nodeIPv4)
-	n.World.IP("-6", "route", "add", "default", "via", nodeIPv6)
-	// Nobody else has the bridge's address: it need not wait a second to find that out.
-	n.Exec("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1", "net.ipv6.conf.default.accept_dad=0")
+	n.World.IP("route", "add", "default", "via", NodeIPv4)
+	n.World.IP("-6", "route", "add", "default", "via", NodeIPv6)
+	// The bridge's address is unique here: duplicate address detection would take a second to find that out.
+	n.Exec("sysctl", "-qw",
+		"net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1", "net.ipv6.conf.default.accept_dad=0")
 	n.watchSYNs()
 	return n
 }
+
+// SetProtocol sets the protocol of the node's upstream: connect, socks5 or sockets. Call it before the daemon is started.
+func (n *Node) SetProtocol(protocol string) {
+	upstream := map[string]any{"protocol": protocol}
+	if protocol != "sockets" { // its proxies come to the daemon
+		upstream["address"] = ProxyAddress
+	}
+	n.Config["upstream"] = upstream
+}
+
+// Binaries is the folder of the node's binaries.
+func (n *Node) Binaries() string { return n.bin }
+
+// Binary is the path of one of the node's binaries: sluice, sluiced or connectproxy.
+func (n *Node) Binary(name string) string { return filepath.Join(n.bin, name) }
 
 // AgentSocket is the daemon's socket.
 func (n *Node) AgentSocket() string { return filepath.Join(n.Dir, "agent.sock") }
@@ -96,7 +133,10 @@ func (n *Node) binDir() string { return filepath.Join(n.Dir, "cni-bin") }
 func (n *Node) Install() {
 	n.tb.Helper()
 	n.ConfDir = filepath.Join(n.Dir, "cni-conf")
-	if err := errors.Join(os.Mkdir(n.ConfDir, 0o755), os.Mkdir(n.binDir(), 0o755), os.WriteFile(n.ConfFile(), n.Primary(), 0o600)); err != nil {
+	err := errors.Join(
+		os.Mkdir(n.ConfDir, 0o755), os.Mkdir(n.binDir(), 0o755), os.WriteFile(n.ConfFile(), n.Primary(), 0o600),
+	)
+	if err != nil {
 		n.tb.Fatalf("the node's CNI configuration: %v", err)
 	}
 }
@@ -104,13 +144,13 @@ func (n *Node) Install() {
 // ConfFile is the conflist of the primary plugin.
 func (n *Node) ConfFile() string { return filepath.Join(n.ConfDir, "10-pods.conflist") }
 
-// Primary is what the primary plugin's own installer writes there.
+// Primary is the conflist as the primary plugin's own installer writes it.
 func (n *Node) Primary() []byte {
 	n.tb.Helper()
 	return n.marshal(n.CNIVersion, n.bridge())
 }
 
-// watchSYNs counts the connections that pods make past the node's own stack: what leaves a pod's link.
+// watchSYNs counts the SYNs that leave the pods' links: connections that bypass capture.
 func (n *Node) watchSYNs() {
 	rules := filepath.Join(n.Dir, "watch.nft")
 	err := os.WriteFile(rules, []byte(`table inet watch {
@@ -140,7 +180,7 @@ func (n *Node) SYNs() int {
 	return count
 }
 
-// Conflist is the node's CNI configuration: bridge, then sluice; or what a runtime finds in ConfDir.
+// Conflist is the node's CNI configuration: bridge, then sluice; or the file in ConfDir, as a runtime finds it.
 func (n *Node) Conflist() *libcni.NetworkConfigList {
 	n.tb.Helper()
 	if n.ConfDir == "" {
@@ -164,8 +204,8 @@ func (n *Node) bridge() map[string]any {
 	}
 }
 
-// alone is sluice's entry without the others, for GC and STATUS: the bridge plugin of some distributions is
-// older than those.
+// alone is sluice's entry without the others, for GC and STATUS: the bridge plugin of some distributions is older than
+// these verbs.
 func (n *Node) alone() *libcni.NetworkConfigList {
 	n.tb.Helper()
 	return n.conflist("1.1.0", n.Plugin)
@@ -219,6 +259,24 @@ func (n *Node) AddPod(name string) *Pod {
 	}
 	n.tb.Cleanup(func() { _ = p.Del() })
 	return p
+}
+
+// AddBystander adds a pod that is not captured: its namespace is excluded.
+func (n *Node) AddBystander() *Pod {
+	n.tb.Helper()
+	p := n.NewPod("bystander").InNamespace("kube-system")
+	if err := p.Add(); err != nil {
+		n.tb.Fatalf("ADD of a pod that is not captured: %v", err)
+	}
+	n.tb.Cleanup(func() { _ = p.Del() })
+	return p
+}
+
+// Annotated hands over a pod's annotations as containerd does. The result changes a pod before ADD.
+func (n *Node) Annotated(annotations map[string]string) func(*Pod) {
+	const capability = "io.kubernetes.cri.pod-annotations"
+	n.Plugin["capabilities"] = map[string]bool{capability: true}
+	return func(p *Pod) { p.RuntimeConfig = map[string]any{capability: annotations} }
 }
 
 // InNamespace sets the pod's Kubernetes namespace; call it before Add.
@@ -306,8 +364,8 @@ func (n *Node) Status() error {
 	return n.Do(func() error { return n.cni.GetStatusNetworkList(context.Background(), list) })
 }
 
-// Nested makes a container inside the pod, as Docker-in-Docker does: a netns of its own behind a bridge in the
-// pod's netns, its packets forwarded and masqueraded.
+// Nested makes a container inside the pod, as Docker-in-Docker does: its own netns behind a bridge in the pod's netns,
+// its packets forwarded and masqueraded.
 func (p *Pod) Nested() *Host {
 	p.tb.Helper()
 	c := NewHost(p.tb, p.Name()+"-nested")

@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -51,7 +50,9 @@ func (b *logBuffer) String() string {
 // Launch starts a program in h; it is killed when the test ends, and its log shown if the test failed.
 func Launch(h *Host, name string, args ...string) *Program {
 	h.tb.Helper()
-	p := &Program{tb: h.tb, name: filepath.Base(name), cmd: exec.Command(name, args...), log: &logBuffer{}, done: make(chan struct{})}
+	p := &Program{
+		tb: h.tb, name: filepath.Base(name), cmd: exec.Command(name, args...), log: &logBuffer{}, done: make(chan struct{}),
+	}
 	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	if err := h.Start(p.cmd); err != nil {
@@ -85,8 +86,8 @@ func (p *Program) Kill() {
 	<-p.done
 }
 
-// Freeze stops the program with SIGSTOP and returns when it has stopped: it answers nothing more, while its
-// kernel still takes connections.
+// Freeze stops the program with SIGSTOP and returns when it has stopped. It no longer answers, but the kernel still
+// takes connections for it.
 func (p *Program) Freeze() {
 	p.tb.Helper()
 	p.Signal(syscall.SIGSTOP)
@@ -139,7 +140,7 @@ func (n *Node) StartDaemon() *Daemon {
 	if n.ConfDir != "" {
 		args = append(args, "--install", "--cni-conf-dir", n.ConfDir, "--cni-bin-dir", n.binDir())
 	}
-	d.Program = Launch(n.Host, filepath.Join(n.bin, "sluiced"), args...)
+	d.Program = Launch(n.Host, n.Binary("sluiced"), args...)
 	Eventually(n.tb, "sluiced answers", func() bool {
 		if d.Ended() {
 			n.tb.Fatalf("sluiced ended: %s", d.Log())
@@ -155,7 +156,7 @@ func (n *Node) StartDaemon() *Daemon {
 	return d
 }
 
-// Status is the daemon's own word.
+// Status is the answer of the daemon's status API.
 func (d *Daemon) Status() attach.Status {
 	d.tb.Helper()
 	s, err := d.client.Status(context.Background())
@@ -165,7 +166,7 @@ func (d *Daemon) Status() attach.Status {
 	return s
 }
 
-// Of is the daemon's word about one pod.
+// Of is the part of the status about one pod.
 func (d *Daemon) Of(p *Pod) attach.AttachmentStatus {
 	d.tb.Helper()
 	for _, a := range d.Status().Attachments {
@@ -177,30 +178,7 @@ func (d *Daemon) Of(p *Pod) attach.AttachmentStatus {
 	return attach.AttachmentStatus{}
 }
 
-// StartMitmdump starts mitmdump as the node's proxy and waits until it listens.
-func (n *Node) StartMitmdump(args ...string) *Program {
-	n.tb.Helper()
-	p := n.LaunchMitmdump(args...)
-	n.WaitListening(p, ProxyAddress)
-	return p
-}
-
-// Confdir is where mitmdump keeps its CA, the same for every start.
-func (n *Node) Confdir() string { return filepath.Join(n.Dir, "mitmproxy") }
-
-// LaunchMitmdump is StartMitmdump that does not wait.
-func (n *Node) LaunchMitmdump(args ...string) *Program {
-	n.tb.Helper()
-	host, port, err := net.SplitHostPort(ProxyAddress)
-	if err != nil {
-		n.tb.Fatalf("%v", err)
-	}
-	return Launch(n.Host, "mitmdump", append([]string{
-		"--listen-host", host, "--listen-port", port, "--set", "confdir=" + n.Confdir(),
-	}, args...)...)
-}
-
-// WaitListening waits until something accepts at address on the node.
+// WaitListening waits until the program accepts at address on the node.
 func (n *Node) WaitListening(p *Program, address string) {
 	n.tb.Helper()
 	Eventually(n.tb, fmt.Sprintf("%s listens on %s", p.name, address), func() bool {
@@ -213,7 +191,7 @@ func (n *Node) WaitListening(p *Program, address string) {
 		if err != nil {
 			return false
 		}
-		_ = c.Close() // only to see
+		_ = c.Close() // it was accepted
 		return true
 	})
 }
@@ -232,4 +210,30 @@ func (n *Node) Records() []attach.Record {
 func JSON(v any) string {
 	b, _ := json.Marshal(v)
 	return string(b)
+}
+
+// Waiting is the number of connections of these pods that wait.
+func (d *Daemon) Waiting(pods ...*Pod) int {
+	d.tb.Helper()
+	count := 0
+	for _, p := range pods {
+		count += d.Of(p).Waiting
+	}
+	return count
+}
+
+// HandOver starts another daemon while d runs, and returns it when it has taken over.
+func (n *Node) HandOver(d *Daemon) *Daemon {
+	n.tb.Helper()
+	next := n.StartDaemon()
+	Eventually(n.tb, "the daemon has handed over to the next", func() bool {
+		return strings.Contains(d.Log(), "handed over") && strings.Contains(next.Log(), "sluiced is up")
+	})
+	return next
+}
+
+// Sluiced runs a command of sluiced on the node and returns its output.
+func (n *Node) Sluiced(args ...string) (string, error) {
+	// The race detector sleeps for a second at the end of every program, for reports of threads that still run.
+	return n.TryExec("env", append([]string{"GORACE=atexit_sleep_ms=0", n.Binary("sluiced")}, args...)...)
 }

@@ -1,0 +1,250 @@
+package capture
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+)
+
+// gatewayIPv4 and gatewayIPv6 are where a pod sees what the node and its proxy connect from.
+const (
+	gatewayIPv4 = "10.88.0.1"
+	gatewayIPv6 = "fd00:88::1"
+)
+
+// inboundPort is captured, plainPort is not.
+const (
+	inboundPort = "8080"
+	plainPort   = "9090"
+)
+
+// addServer adds a pod that serves at both ports, and whose inbound one is captured.
+func addServer(t *testing.T, n *testbed.Node, f testbed.Flavour) *testbed.Pod {
+	t.Helper()
+	pod := f.AddPod(t, n, "web", n.Annotated(map[string]string{"sluice.dev/capture-inbound-ports": "80, 8000-8999"}))
+	for _, port := range []string{inboundPort, plainPort} {
+		pod.Host.ServeCaller(":" + port)
+	}
+	return pod
+}
+
+// callers connects to the inbound port of pod, count times, over both families in turn; the channel gives an outcome for each:
+// an error unless the server saw the connection come from one of these.
+func callers(t *testing.T, h *testbed.Host, pod *testbed.Pod, count int, fromIPv4, fromIPv6 string) <-chan error {
+	t.Helper()
+	outcome := make(chan error, count)
+	for i := range count {
+		ip, want := pod.IPv4, fromIPv4
+		if i%2 == 1 {
+			ip, want = pod.IPv6, fromIPv6
+		}
+		go func() {
+			seenAs, err := h.Caller(testbed.Context(t), net.JoinHostPort(ip, inboundPort))
+			if err == nil && seenAs != want {
+				err = fmt.Errorf("the server saw %q, want a connection from %s", seenAs, want)
+			}
+			outcome <- err
+		}()
+	}
+	return outcome
+}
+
+// TestInbound: the ports that a pod names are captured for whoever connects from outside, all others are not, and
+// neither is the node.
+func TestInbound(t *testing.T) {
+	t.Parallel()
+	for _, f := range testbed.Flavours {
+		t.Run(f.Name, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.NewWith(t, "sockets")
+			proxy := n.LaunchAddon(append(testbed.RawTCP, "-s", n.FlowPrinter())...)
+			d := n.StartDaemon()
+			pod, other := addServer(t, n, f), n.AddBystander()
+			d.WaitForProxies(1, 1)
+			for _, family := range []struct{ pod, gateway, world, other string }{
+				{pod.IPv4, gatewayIPv4, testbed.WorldIPv4, other.IPv4}, {pod.IPv6, gatewayIPv6, testbed.WorldIPv6, other.IPv6},
+			} {
+				for _, from := range []struct {
+					host *testbed.Host
+					ip   string
+				}{{n.World, family.world}, {other.Host, family.other}} {
+					testbed.WantCaller(t, from.host, net.JoinHostPort(family.pod, plainPort), from.ip)
+					testbed.WantCaller(t, from.host, net.JoinHostPort(family.pod, inboundPort), family.gateway)
+					flow := fmt.Sprintf("tcp from %s of default/web uid-web inbound comment default/web", from.ip)
+					testbed.Eventually(t, "the flow is there", func() bool { return strings.Contains(proxy.Log(), flow) })
+				}
+				testbed.WantCaller(t, n.Host, net.JoinHostPort(family.pod, inboundPort), family.gateway)
+				testbed.WantCaller(t, pod.Host, net.JoinHostPort(family.pod, inboundPort), family.pod)
+			}
+			if flows := strings.Count(proxy.Log(), "of default/web"); flows != 4 {
+				t.Errorf("got %d flows, want 4: those of the node and of the pod itself are not captured", flows)
+			}
+			if err := pod.Check(); err != nil {
+				t.Errorf("CHECK: %v", testbed.Describe(err))
+			}
+			knock := func() {
+				var wg sync.WaitGroup
+				for _, from := range []*testbed.Host{n.Host, n.World, other.Host, pod.Host} {
+					for _, ip := range []string{pod.IPv4, pod.IPv6} {
+						wg.Go(func() { testbed.WantDropped(t, from, net.JoinHostPort(ip, "15006")) })
+					}
+				}
+				wg.Wait()
+			}
+			knock()
+			d.Kill()
+			knock()
+		})
+	}
+}
+
+// TestInboundWaits: for the proxy and for the daemon, while the node still gets through.
+func TestInboundWaits(t *testing.T) {
+	t.Parallel()
+	for _, protocol := range []string{"connect", "sockets"} {
+		t.Run(protocol, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.NewWith(t, protocol)
+			d := n.StartDaemon()
+			pod := addServer(t, n, testbed.Flavours[0])
+			addresses := []string{net.JoinHostPort(pod.IPv4, inboundPort), net.JoinHostPort(pod.IPv6, inboundPort)}
+			const count = 20
+			connect := func() <-chan error { return callers(t, n.World, pod, count, gatewayIPv4, gatewayIPv6) }
+			outcome := connect()
+			testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == count })
+			testbed.WantCaller(t, n.Host, addresses[0], gatewayIPv4)
+			proxy := n.StartUpstream()
+			testbed.WantServed(t, outcome, count)
+
+			proxy.Kill()
+			testbed.Eventually(t, "the proxy is missed", func() bool { return !d.Status().Upstream.Ready })
+			outcome = connect()
+			testbed.Eventually(t, "all of them wait again", func() bool { return d.Waiting(pod) == count })
+			d = n.HandOver(d)
+			testbed.Eventually(t, "they wait at the next daemon", func() bool { return d.Waiting(pod) == count })
+			proxy = n.StartUpstream()
+			testbed.WantServed(t, outcome, count)
+
+			proxy.Kill()
+			d.Kill()
+			outcome = connect()
+			testbed.WantCaller(t, n.Host, addresses[1], gatewayIPv6)
+			n.StartDaemon()
+			n.StartUpstream()
+			testbed.WantServed(t, outcome, count)
+		})
+	}
+}
+
+// TestInboundThroughAProxyInAPod: its own connections to pods come from its own address, which is known before it has
+// anything to accept on; so what has waited for it does not come back to it.
+func TestInboundThroughAProxyInAPod(t *testing.T) {
+	t.Parallel()
+	n := testbed.NewWith(t, "sockets")
+	d := n.StartDaemon()
+	pod := addServer(t, n, testbed.Flavours[0])
+	home := n.AddBystander()
+	const count = 20
+	outcome := callers(t, n.World, pod, count, home.IPv4, home.IPv6)
+	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == count })
+	proxy := testbed.Launch(home.Host, "mitmdump", append(testbed.RawTCP, "--set", "confdir="+n.Confdir(), "--set", "server=false",
+		"--set", "sluice_socket="+n.ProxySocket(), "-s", testbed.Addon(t))...)
+	testbed.WantServed(t, outcome, count)
+	if strings.Contains(proxy.Log(), "itself has made it") {
+		t.Error("some have come back")
+	}
+}
+
+// TestInboundDoesNotGoRound: what the node connects to the pod is not captured, and if it is all the same, it goes no
+// further. The proxy's own connection would come back to it for ever.
+func TestInboundDoesNotGoRound(t *testing.T) {
+	t.Parallel()
+	for _, protocol := range []string{"connect", "sockets"} {
+		t.Run(protocol, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.NewWith(t, protocol)
+			proxy := n.StartUpstream()
+			d := n.StartDaemon()
+			pod := addServer(t, n, testbed.Flavours[0])
+			comesBack := func(want int) func() bool {
+				return func() bool { return strings.Count(proxy.Log()+d.Log(), "itself has made it") == want }
+			}
+			want := 0
+			testbed.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
+			for tool, family := range map[string]struct{ pod, gateway string }{
+				"iptables":  {pod.IPv4, gatewayIPv4},
+				"ip6tables": {pod.IPv6, gatewayIPv6},
+			} {
+				address := net.JoinHostPort(family.pod, inboundPort)
+				testbed.WantCaller(t, n.Host, address, family.gateway)
+				pod.Exec(tool, "-t", "nat", "-D", "SLUICE_PREROUTING", "-i", "eth0", "-s", family.gateway, "-j", "RETURN")
+				if heard, err := n.Host.Caller(testbed.Context(t), address); heard != "" || errors.Is(err, os.ErrDeadlineExceeded) {
+					t.Errorf("from the node: got %q, %v; want the connection to end", heard, err)
+				}
+				c, err := n.World.Dial(testbed.Context(t), "tcp", address)
+				if err == nil {
+					defer c.Close() //nolint:errcheck // mitmproxy waits for something to be said on it
+				} else if !errors.Is(err, syscall.ECONNRESET) { // as soon as that
+					t.Fatal(err)
+				}
+				want += 2
+				testbed.Eventually(t, "the node's connection has come back, and the proxy's own", comesBack(want))
+			}
+			testbed.WantCaller(t, pod.Host, net.JoinHostPort(pod.IPv4, inboundPort), pod.IPv4)
+			if !comesBack(want)() {
+				t.Error("it went round more than once")
+			}
+		})
+	}
+}
+
+// TestInboundThroughARelay: the proxy is told which way it is, and who has connected.
+func TestInboundThroughARelay(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+	n.StartDaemon()
+	pod, other := addServer(t, n, testbed.Flavours[0]), n.AddBystander()
+	for i, family := range []struct{ pod, gateway, other string }{
+		{pod.IPv4, gatewayIPv4, other.IPv4}, {pod.IPv6, gatewayIPv6, other.IPv6},
+	} {
+		address := net.JoinHostPort(family.pod, inboundPort)
+		testbed.WantCaller(t, other.Host, address, family.gateway)
+		seen := proxy.Requests()
+		if len(seen) != i+1 {
+			t.Fatalf("the proxy was asked %d times, want %d", len(seen), i+1)
+		}
+		got := seen[i]
+		source, err := netip.ParseAddrPort(got.Header.Get("Sluice-Source"))
+		if err != nil || got.Host != address || source.Addr().String() != family.other ||
+			got.Header.Get("Sluice-Direction") != "inbound" || got.Header.Get("Sluice-Pod-Name") != "web" {
+			t.Errorf("asked for %s with %v", got.Host, got.Header)
+		}
+	}
+	n.World.ServeCaller(testbed.Web)
+	testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
+	if got := proxy.Requests()[2].Header; got.Get("Sluice-Direction") != "" {
+		t.Errorf("outbound: asked with %v", got)
+	}
+}
+
+// TestDirectInbound: what is sent to the pod gets to it too.
+func TestDirectInbound(t *testing.T) {
+	t.Parallel()
+	n := testbed.NewWith(t, "sockets")
+	n.StartDaemon()
+	annotations := map[string]string{
+		"sluice.dev/when-late": "direct", "sluice.dev/late-timeout": "1s", "sluice.dev/capture-inbound-ports": inboundPort,
+	}
+	pod := testbed.Flavours[0].AddPod(t, n, "web", n.Annotated(annotations))
+	pod.Host.ServeCaller(":" + inboundPort)
+	testbed.WantServed(t, callers(t, n.World, pod, 2, pod.IPv4, pod.IPv6), 2)
+}

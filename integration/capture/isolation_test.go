@@ -1,0 +1,138 @@
+package capture
+
+import (
+	"net"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+)
+
+// TestCapturePortIsNoWayIn: port 15001 takes what was redirected to it and nothing else, whoever asks and
+// whether the daemon is there or not.
+func TestCapturePortIsNoWayIn(t *testing.T) {
+	t.Parallel()
+	for _, f := range testbed.Flavours {
+		t.Run(f.Name, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.New(t)
+			proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+			n.World.ServeCaller(testbed.Web)
+			d := n.StartDaemon()
+			pod := f.AddPod(t, n, "target", nil)
+			nested := pod.Nested()
+			other := n.AddBystander()
+			knock := func() {
+				var wg sync.WaitGroup
+				for _, c := range []struct {
+					from      *testbed.Host
+					addresses []string
+				}{
+					{n.Host, []string{pod.IPv4, pod.IPv6}},
+					{n.World, []string{pod.IPv4, pod.IPv6}},
+					{other.Host, []string{pod.IPv4, pod.IPv6}},
+					{pod.Host, []string{"127.0.0.1", "127.5.5.5", "::1", pod.IPv4, pod.IPv6, "172.30.0.1", "fd00:30::1"}},
+					{nested, []string{"172.30.0.1", "fd00:30::1", pod.IPv4, pod.IPv6}},
+				} {
+					for _, a := range c.addresses {
+						wg.Go(func() { testbed.WantDropped(t, c.from, net.JoinHostPort(a, "15001")) })
+					}
+				}
+				wg.Wait()
+			}
+			// The gate is open, and yet:
+			testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
+			knock()
+			if r := proxy.Requests(); len(r) != 1 {
+				t.Errorf("the proxy was asked %d times, want only for %s", len(r), testbed.Web)
+			}
+			d.Kill()
+			knock()
+		})
+	}
+}
+
+// TestCapturePortOfAnotherPod: a captured pod that connects to another's capture port gets as far as its own
+// gate, and what the proxy dials on its behalf is nobody's.
+func TestCapturePortOfAnotherPod(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+	d := n.StartDaemon()
+	target, other := n.AddPod("target"), n.AddPod("other")
+	for _, ip := range []string{target.IPv4, target.IPv6} {
+		address := net.JoinHostPort(ip, "15001")
+		if got, err := other.Host.Caller(testbed.Context(t), address); err == nil {
+			t.Errorf("connecting to %s got %q and a clean end; want a reset", address, got)
+		}
+		if !proxy.Asked(address) {
+			t.Errorf("the proxy was never asked for %s", address)
+		}
+	}
+	if s := d.Of(target); s.Open != 0 || s.Waiting != 0 || s.Bytes != 0 {
+		t.Errorf("the target has %d open and %d waiting connections, and %d bytes; want none", s.Open, s.Waiting, s.Bytes)
+	}
+}
+
+// TestDestinationsThatMeanSomethingElseOnTheNode: whatever leads such a connection to the listener, the proxy
+// is never asked for it: it would answer with what the node may see.
+func TestDestinationsThatMeanSomethingElseOnTheNode(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.Config["capture"] = map[string]any{"source": "all", "excludeCIDRs": []string{}}
+	proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+	n.World.ServeCaller(testbed.Web)
+	d := n.StartDaemon()
+	pod := n.AddPod("curious")
+	for _, c := range []struct{ destination, rule string }{
+		// Captured, since nothing is excluded.
+		{"169.254.169.254:80", ""},
+		{"169.254.170.2:80", ""},
+		{"[fd00:ec2::254]:80", ""},
+		{"[fd20:ce::254]:80", ""},
+		// Never captured; the pod's own rules see to it.
+		{"127.0.0.1:9999", "iptables -d 127.0.0.1 --dport 9999"},
+		{"127.8.8.8:9999", "iptables -d 127.8.8.8 --dport 9999"},
+		{"[::1]:9999", "ip6tables -d ::1 --dport 9999"},
+	} {
+		t.Run(c.destination, func(t *testing.T) {
+			if c.rule != "" {
+				redirect(pod, c.rule)
+			}
+			testbed.WantReset(t, pod.Host, c.destination)
+			if proxy.Asked(c.destination) {
+				t.Error("the proxy was asked for it")
+			}
+			want := "to=" + c.destination
+			testbed.Eventually(t, "the daemon says that it refused a connection "+want, func() bool {
+				return strings.Contains(strings.ReplaceAll(d.Log(), `"`, ""), want)
+			})
+		})
+	}
+	testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
+}
+
+// TestMetadataServiceBehindOwnRules: the same where the addresses are excluded, as by default they are.
+func TestMetadataServiceBehindOwnRules(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+	n.StartDaemon()
+	pod := n.AddPod("clever")
+	redirect(pod, "iptables -d 169.254.169.254")
+	redirect(pod, "ip6tables -d fd00:ec2::254")
+	for _, destination := range []string{"169.254.169.254:80", "[fd00:ec2::254]:80"} {
+		testbed.WantReset(t, pod.Host, destination)
+	}
+	if r := proxy.Requests(); len(r) > 0 {
+		t.Errorf("the proxy was asked for %s", r[0].Host)
+	}
+}
+
+// redirect adds a rule of the pod's own that leads to the capture port.
+func redirect(pod *testbed.Pod, rule string) {
+	w := strings.Fields(rule)
+	args := append([]string{"-t", "nat", "-I", "OUTPUT", "-p", "tcp"}, w[1:]...)
+	pod.Exec(w[0], append(args, "-j", "REDIRECT", "--to-ports", "15001")...)
+}

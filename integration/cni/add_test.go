@@ -1,0 +1,182 @@
+package cni
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// serveWeb serves the world's one page, and a proxy on the way there: `seen` from there, the pod was captured.
+func serveWeb(n *testbed.Node) *testbed.RecordingProxy {
+	n.World.ServeCaller(testbed.Web)
+	return n.StartRecordingProxy(testbed.ProxyAddress)
+}
+
+// TestAddTwice: also while connections wait, which stay where they are.
+func TestAddTwice(t *testing.T) {
+	t.Parallel()
+	for _, f := range testbed.Flavours {
+		t.Run(f.Name, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.New(t)
+			n.World.ServeCaller(testbed.Web)
+			d := n.StartDaemon()
+			pod := f.AddPod(t, n, "twice", nil)
+			before := pod.Host.Rules()
+			conn, err := pod.Dial(testbed.Context(t), "tcp", testbed.Web)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close() //nolint:errcheck // read to its end
+			testbed.Eventually(t, "the connection waits", func() bool { return d.Of(pod).Waiting == 1 })
+			for range 2 {
+				callFor(n, pod).must(t, "ADD")
+			}
+			if after := pod.Host.Rules(); after != before {
+				t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
+			}
+			if s := d.Status(); len(s.Attachments) != 1 || s.Attachments[0].Waiting != 1 {
+				t.Errorf("the daemon has %s; want one attachment with one connection", testbed.JSON(s.Attachments))
+			}
+			if err := pod.Check(); err != nil {
+				t.Errorf("CHECK: %s", testbed.Describe(err))
+			}
+			n.StartRecordingProxy(testbed.ProxyAddress)
+			if got, err := testbed.ReadAll(testbed.Context(t), conn); err != nil || got != testbed.NodeIPv4 {
+				t.Errorf("the connection that waited ended with %q, %v", got, err)
+			}
+		})
+	}
+}
+
+// TestAddTwiceWithoutDaemon: the second ADD of a pod that is captured provisionally, and one after that.
+func TestAddTwiceWithoutDaemon(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	pod := n.AddPod("twice")
+	callFor(n, pod).must(t, "ADD")
+	n.StartDaemon()
+	callFor(n, pod).must(t, "ADD")
+	serveWeb(n)
+	testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
+	if err := pod.Check(); err != nil {
+		t.Errorf("CHECK: %s", testbed.Describe(err))
+	}
+}
+
+// TestTwoAttachments: a container on two networks has one ruleset and one gate, until the last one goes.
+func TestTwoAttachments(t *testing.T) {
+	t.Parallel()
+	for _, first := range []string{"eth0", "net1"} {
+		for _, daemon := range []string{"up", "down"} {
+			t.Run("DEL of "+first+" first with the daemon "+daemon, func(t *testing.T) {
+				t.Parallel()
+				n := testbed.New(t)
+				serveWeb(n)
+				d := n.StartDaemon()
+				pod := n.AddPod("twofold")
+				eth0 := callFor(n, pod)
+				net1 := eth0.with(func(c *call) {
+					c.ifName, c.conf = "net1", map[string]any{"name": "other"}
+					c.prevResult = resultOf("1.0.0", "10.99.0.9/24")
+				})
+				net1.must(t, "ADD")
+				wantCheck(t, eth0, net1)
+				if daemon == "down" {
+					d.Kill()
+				}
+				order := []*call{eth0, net1}
+				if first == "net1" {
+					order = []*call{net1, eth0}
+				}
+				order[0].must(t, "DEL")
+				if daemon == "down" {
+					d = n.StartDaemon()
+				}
+				testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
+				wantCheck(t, order[1])
+				if rules := pod.Host.Rules(); first == "net1" && strings.Contains(rules, "net1") {
+					t.Error("rules still let pass what comes in by net1, whatever may be called so from now on")
+				}
+				if s := d.Of(pod); !strings.HasSuffix(s.Attachment, "/"+order[1].ifName) {
+					t.Errorf("what is left is %s, want %s", s.Attachment, order[1].ifName)
+				}
+				order[1].must(t, "DEL")
+				testbed.WantNoTraces(t, n, pod.Host)
+				testbed.WantCaller(t, pod.Host, testbed.Web, pod.IPv4)
+			})
+		}
+	}
+}
+
+func wantCheck(t *testing.T, calls ...*call) {
+	t.Helper()
+	for _, c := range calls {
+		if _, err := c.run(t, "CHECK"); err != nil {
+			t.Errorf("CHECK of %s: %s", c.ifName, testbed.Describe(err))
+		}
+	}
+}
+
+// TestAddThatMayNotGuess: where onDaemonDown is fail, ADD is to be tried again, and then works.
+func TestAddThatMayNotGuess(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.Plugin["onDaemonDown"] = "fail"
+	pod := n.NewPod("patient")
+	before := pod.Host.Rules()
+	testbed.WantCNIError(t, pod.Add(), 11, "sluiced does not answer")
+	if after := pod.Host.Rules(); after != before {
+		t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
+	}
+	testbed.WantNoTraces(t, n, pod.Host)
+	if err := pod.Del(); err != nil {
+		t.Errorf("DEL: %s", testbed.Describe(err))
+	}
+	n.StartDaemon()
+	serveWeb(n)
+	if err := pod.Add(); err != nil {
+		t.Fatal(testbed.Describe(err))
+	}
+	t.Cleanup(func() { _ = pod.Del() })
+	testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
+}
+
+// TestWithoutIPTables: nftables needs no program on the node.
+func TestWithoutIPTables(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.StartDaemon()
+	pod := n.NewPod("bare")
+	add := callFor(n, pod).with(func(c *call) { c.setup = "mount -t tmpfs none /usr/sbin" })
+	add.must(t, "ADD")
+	if r := n.Records(); len(r) != 1 || r[0].State != attach.Captured || r[0].Installed.Backend != "nftables" {
+		t.Errorf("recorded: %s", testbed.JSON(r))
+	}
+	add.must(t, "CHECK")
+	add.must(t, "DEL")
+	testbed.WantNoTraces(t, n, pod.Host)
+}
+
+// TestPatienceOfPods: those that are captured wait for longer than TCP does by itself, and others are none of our business.
+func TestPatienceOfPods(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	sysctls := func(h *testbed.Host) string {
+		return h.Exec("sysctl", "-n", "net.ipv4.tcp_syn_retries", "net.ipv4.tcp_retries2")
+	}
+	untouched := sysctls(testbed.NewHost(t, "untouched"))
+	early := n.AddPod("early") // nobody knows whether it is to be captured
+	if got, want := early.Exec("sysctl", "-n", "net.ipv4.tcp_syn_retries"), "127\n"; got != want {
+		t.Errorf("provisional: got tcp_syn_retries %q, want %q", got, want)
+	}
+	n.StartDaemon()
+	if got, want := n.AddPod("web").Exec("sysctl", "-n", "net.ipv4.tcp_syn_retries"), "127\n"; got != want {
+		t.Errorf("captured: got tcp_syn_retries %q, want %q", got, want)
+	}
+	if got := sysctls(n.AddBystander().Host); got != untouched {
+		t.Errorf("not captured: got %q, want %q", got, untouched)
+	}
+}

@@ -1,0 +1,125 @@
+package cni
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+)
+
+// drifts are ways in which a captured pod's rules can come to differ from what ADD installed.
+var drifts = []struct {
+	name string
+	// By iptables and ip6tables of either flavour, or by nft.
+	iptables, nft []string
+	names         string // what CHECK says of it
+}{
+	{
+		"no redirect", []string{"iptables -t nat -D SLUICE_CAPTURE 1"},
+		[]string{"flush chain ip sluice-nat SLUICE_CAPTURE"}, "IPv4.*-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
+	},
+	{
+		"no redirect of IPv6", []string{"ip6tables -t nat -D SLUICE_CAPTURE 1"},
+		[]string{"flush chain ip6 sluice-nat SLUICE_CAPTURE"}, "IPv6.*-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
+	},
+	{
+		"no jump", []string{"iptables -t nat -D OUTPUT 1"},
+		[]string{"flush chain ip sluice-nat OUTPUT"}, "IPv4.*-A OUTPUT -p tcp -j SLUICE_OUTPUT",
+	},
+	{
+		"no SYN gate", []string{"iptables -t mangle -F SLUICE_INPUT"},
+		[]string{"flush chain ip sluice-mangle SLUICE_INPUT"}, "IPv4.*-A SLUICE_INPUT -p tcp -m tcp --dport 15001 -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
+	},
+	{
+		"no nested containers", []string{"ip6tables -t nat -F SLUICE_PREROUTING"},
+		[]string{"flush chain ip6 sluice-nat SLUICE_PREROUTING"}, "IPv6.*-A SLUICE_PREROUTING -j SLUICE_OUTBOUND",
+	},
+	{
+		"another port", []string{"iptables -t nat -R SLUICE_CAPTURE 1 -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15002"},
+		[]string{"flush chain ip sluice-nat SLUICE_CAPTURE", "add rule ip sluice-nat SLUICE_CAPTURE meta l4proto tcp redirect to :15002"},
+		"IPv4.*-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
+	},
+	{
+		"a foreign rule before ours", []string{"iptables -t nat -I OUTPUT -d 198.51.100.10 -j ACCEPT"},
+		[]string{"insert rule ip sluice-nat OUTPUT ip daddr 198.51.100.10 accept"}, "IPv4.*(before ours: -A OUTPUT -d 198.51.100.10/32 -j ACCEPT|not ours)",
+	},
+	{
+		"a foreign rule among ours", []string{"iptables -t nat -I SLUICE_OUTPUT -d 198.51.100.10 -j ACCEPT"},
+		[]string{"insert rule ip sluice-nat SLUICE_OUTPUT ip daddr 198.51.100.10 accept"},
+		"IPv4.*(unexpected: -A SLUICE_OUTPUT -d 198.51.100.10/32 -j ACCEPT|not ours)",
+	},
+	{
+		"no chain", []string{"ip6tables -t nat -F SLUICE_OUTPUT", "ip6tables -t nat -D OUTPUT 1", "ip6tables -t nat -X SLUICE_OUTPUT"},
+		[]string{"delete table ip6 sluice-nat"}, "IPv6.*SLUICE_OUTPUT: .*missing",
+	},
+}
+
+func TestCheckNamesDrift(t *testing.T) {
+	t.Parallel()
+	for _, f := range testbed.Flavours {
+		t.Run(f.Name, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.New(t)
+			serveWeb(n)
+			n.StartDaemon()
+			pod := f.AddPod(t, n, "drifting", nil)
+			for _, d := range drifts {
+				t.Run(d.name, func(t *testing.T) {
+					if err := pod.Check(); err != nil {
+						t.Fatalf("CHECK before: %s", testbed.Describe(err))
+					}
+					tamper(pod, f, d.iptables, d.nft)
+					testbed.WantErrorLike(t, pod.Check(), d.names)
+					callFor(n, pod).must(t, "ADD") // which mends it
+				})
+			}
+			if err := pod.Check(); err != nil {
+				t.Errorf("CHECK after: %s", testbed.Describe(err))
+			}
+			testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
+		})
+	}
+}
+
+// tamper changes the pod's rules with the tools of the flavour.
+func tamper(pod *testbed.Pod, f testbed.Flavour, iptables, nft []string) {
+	if f.Backend == "nftables" {
+		for _, command := range nft {
+			pod.Exec("nft", command)
+		}
+		return
+	}
+	for _, command := range iptables {
+		w := strings.Fields(command) // iptables becomes iptables-nft or iptables-legacy
+		pod.Exec(w[0]+strings.TrimPrefix(f.Name, "iptables"), w[1:]...)
+	}
+}
+
+func TestCheckNamesWhatIsNotThere(t *testing.T) {
+	t.Parallel()
+	for _, f := range testbed.Flavours {
+		t.Run(f.Name, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.New(t)
+			d := n.StartDaemon()
+			pod := f.AddPod(t, n, "checked", nil)
+			if err := pod.Check(); err != nil {
+				t.Errorf("CHECK after ADD: %s", testbed.Describe(err))
+			}
+			d.Kill()
+			testbed.WantErrorLike(t, pod.Check(), "nothing listens on tcp port 15001.*nothing listens on tcp6 port 15001")
+			n.StartDaemon()
+			if err := pod.Check(); err != nil {
+				t.Errorf("CHECK with the daemon back: %s", testbed.Describe(err))
+			}
+			other := n.NewPod("other")
+			_, err := callFor(n, other).run(t, "CHECK")
+			testbed.WantErrorLike(t, err, "never recorded")
+			_, err = callFor(n, pod).with(func(c *call) { c.netns = other.Path() }).run(t, "CHECK")
+			testbed.WantErrorLike(t, err, "not the one")
+			callFor(n, pod).must(t, "DEL")
+			_, err = callFor(n, pod).run(t, "CHECK")
+			testbed.WantErrorLike(t, err, "never recorded")
+		})
+	}
+}

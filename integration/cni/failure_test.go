@@ -1,0 +1,151 @@
+package cni
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+)
+
+// TestHalfWayFailure: the rules are in when the record cannot be written; ADD takes them out again.
+func TestHalfWayFailure(t *testing.T) {
+	t.Parallel()
+	for _, f := range testbed.Flavours {
+		for _, daemon := range []string{"up", "down"} {
+			t.Run(f.Name+" with the daemon "+daemon, func(t *testing.T) {
+				t.Parallel()
+				n := testbed.New(t)
+				n.Plugin["backend"] = f.Backend
+				pod := n.NewPod("unlucky")
+				f.Prepare(pod)
+				before := pod.Host.Rules()
+				var d *testbed.Daemon
+				if daemon == "up" {
+					d = n.StartDaemon()
+				}
+				_, err := callFor(n, pod).with(func(c *call) { c.setup = fullDisk(t, n) }).run(t, "ADD")
+				testbed.WantCNIError(t, err, 0, "recording", "no space left")
+				testbed.WantNoTraces(t, n, pod.Host)
+				if after := pod.Host.Rules(); withoutEmpty(after) != withoutEmpty(before) {
+					t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
+				}
+				if d != nil && len(d.Status().Attachments) > 0 {
+					t.Errorf("the daemon still has %s", testbed.JSON(d.Status().Attachments))
+				}
+			})
+		}
+	}
+}
+
+// TestHalfWayFailureOfSecondAdd: what the first one did stays.
+func TestHalfWayFailureOfSecondAdd(t *testing.T) {
+	t.Parallel()
+	for _, f := range testbed.Flavours {
+		t.Run(f.Name, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.New(t)
+			serveWeb(n)
+			d := n.StartDaemon()
+			pod := f.AddPod(t, n, "lucky", nil)
+			before := pod.Host.Rules()
+			// The directory stays what it is, and takes no more.
+			readOnly := fmt.Sprintf("mount --bind %[1]s %[1]s; mount -o remount,ro,bind %[1]s", n.StateDir())
+			_, err := callFor(n, pod).with(func(c *call) { c.setup = readOnly }).run(t, "ADD")
+			testbed.WantCNIError(t, err, 0, "recording")
+			if after := pod.Host.Rules(); after != before {
+				t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
+			}
+			testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
+			if d.Of(pod).State != "captured" || len(n.Records()) != 1 {
+				t.Errorf("the daemon says %s, the disk %s", testbed.JSON(d.Of(pod)), testbed.JSON(n.Records()))
+			}
+		})
+	}
+}
+
+// fullDisk puts a full file system where the records go.
+func fullDisk(t *testing.T, n *testbed.Node) string {
+	t.Helper()
+	if err := os.MkdirAll(n.StateDir(), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return fmt.Sprintf(`mount -t tmpfs -o size=32k none %[1]s
+mkdir %[1]s/attachments
+! cat /dev/zero >%[1]s/attachments/fill 2>/dev/null`, n.StateDir())
+}
+
+// withoutEmpty leaves out what iptables-nft and iptables-legacy leave of a table that they have touched:
+// built-in chains without a rule.
+func withoutEmpty(rules string) string {
+	var left []string
+	for line := range strings.Lines(rules) {
+		switch w := strings.Fields(line); {
+		case len(w) == 0, w[0] == "table", w[0] == "chain", w[0] == "}", w[0] == "type",
+			w[0] == "COMMIT", strings.HasPrefix(w[0], "*"), strings.HasPrefix(w[0], ":"):
+		default:
+			left = append(left, line)
+		}
+	}
+	return strings.Join(left, "")
+}
+
+// TestIPv6ThatCannotBeCaptured: a pod that could go round by IPv6 does not start.
+func TestIPv6ThatCannotBeCaptured(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	broken := t.TempDir()
+	for _, tool := range []string{"ip6tables-restore", "ip6tables-nft-restore", "ip6tables-legacy-restore"} {
+		if err := os.WriteFile(filepath.Join(broken, tool), []byte("#!/bin/sh\necho IPv6 is broken here >&2\nexit 1\n"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	serveWeb(n)
+	d := n.StartDaemon()
+	add := func(t *testing.T, backend, ipv6 string) (*testbed.Pod, error) {
+		n.Plugin["backend"] = backend
+		pod := n.NewPod("dual")
+		pod.IP("link", "add", "eth0", "type", "veth", "peer", "name", "nowhere")
+		pod.IP("link", "set", "eth0", "up")
+		pod.IP("link", "set", "nowhere", "up")
+		pod.IP("addr", "add", "10.88.0.200/16", "dev", "eth0")
+		if ipv6 != "" {
+			pod.IP("addr", "add", ipv6, "dev", "eth0", "nodad")
+		}
+		call := callFor(n, pod).with(func(c *call) { c.path = broken })
+		t.Cleanup(func() { call.must(t, "DEL") })
+		_, err := call.run(t, "ADD")
+		return pod, err
+	}
+	t.Run("it has an address", func(t *testing.T) {
+		pod, err := add(t, "iptables", "fd00:88::200/64")
+		testbed.WantCNIError(t, err, 0, "IPv6 address", "IPv6 is broken here")
+		testbed.WantNoTraces(t, n, pod.Host)
+		if s := d.Status(); len(s.Attachments) > 0 {
+			t.Errorf("the daemon still has %s", testbed.JSON(s.Attachments))
+		}
+	})
+	t.Run("it has none", func(t *testing.T) {
+		pod, err := add(t, "iptables", "")
+		if err != nil {
+			t.Fatal(testbed.Describe(err))
+		}
+		if r := n.Records(); len(r) != 1 || r[0].Installed.IPv6 {
+			t.Errorf("recorded: %s; want IPv4 only", testbed.JSON(r))
+		}
+		callFor(n, pod).must(t, "CHECK")
+	})
+	t.Run("another backend can do it", func(t *testing.T) {
+		pod, err := add(t, "auto", "fd00:88::200/64")
+		if err != nil {
+			t.Fatal(testbed.Describe(err))
+		}
+		for _, r := range n.Records() {
+			if r.ContainerID == pod.ID && (r.Installed.Backend != "nftables" || !r.Installed.IPv6) {
+				t.Errorf("installed: %s; want both families by nftables", testbed.JSON(r.Installed))
+			}
+		}
+	})
+}

@@ -1,0 +1,215 @@
+package drill
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+var sluiceEntry = regexp.MustCompile(`"type":\s*"sluice"`)
+
+// clobberConflist writes the chain without sluice in every way that others do. Running pods notice nothing, and it comes
+// back. The next daemon begins with fresh patience: one Keeper gives way to who undoes its work again and again.
+func (s *drillScene) clobberConflist() {
+	file, bare := s.n.ConfFile(), s.n.Primary()
+	write := func(what []byte) {
+		if err := os.WriteFile(file, what, 0o600); err != nil {
+			s.t.Fatal(err)
+		}
+	}
+	back := func() {
+		s.over = time.Now()
+		testbed.Eventually(s.t, "sluice is back in the conflist", func() bool {
+			data, err := os.ReadFile(file)
+			return err == nil && sluiceEntry.Match(data)
+		})
+		s.recovered()
+	}
+	back() // from the first start
+	write(bare)
+	back()
+
+	beside := file + ".new"
+	if err := errors.Join(os.WriteFile(beside, bare, 0o600), os.Rename(beside, file)); err != nil {
+		s.t.Fatal(err)
+	}
+	back()
+
+	for _, first := range [][]byte{nil, bare[:len(bare)/2]} {
+		write(first)
+		s.pause() // whoever writes it is slow
+		write(bare)
+		back()
+	}
+	s.comesAndGoes("after")
+	s.succeed()
+}
+
+// comesAndGoes adds a pod that connects, and removes it.
+func (s *drillScene) comesAndGoes(name string) {
+	s.t.Helper()
+	p := s.addPod(name)
+	testbed.WantServed(s.t, testbed.Echoes(testbed.Context(s.t), 2, testbed.RandomBytes(100), p.Host), 2)
+	if state := s.d.Of(p).State; state != attach.Captured {
+		s.t.Errorf("%s is %s", p, state)
+	}
+	s.removePod(p)
+}
+
+// mountStateDir gives the state directory a small file system of its own.
+func (s *drillScene) mountStateDir() {
+	dir := s.n.StateDir()
+	if err := errors.Join(os.Mkdir(dir, 0o700), unix.Mount("none", dir, "tmpfs", 0, "size=128k")); err != nil {
+		s.t.Fatalf("mounting the state directory: %v", err)
+	}
+	s.t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			s.t.Errorf("unmounting the state directory: %v", err)
+		}
+	})
+}
+
+// fillDisk leaves not a byte under the state directory. ADD fails then and leaves nothing; DEL, hand-over and a start after
+// a kill go well.
+func (s *drillScene) fillDisk() {
+	full := filepath.Join(s.n.StateDir(), "full")
+	fill := func() {
+		f, err := os.OpenFile(full, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+		if err != nil {
+			s.t.Fatal(err)
+		}
+		defer f.Close() //nolint:errcheck // what matters is what does not fit
+		for err == nil {
+			_, err = f.Write(make([]byte, 512))
+		}
+		if !errors.Is(err, unix.ENOSPC) {
+			s.t.Fatalf("filling the disk: %v", err)
+		}
+	}
+	old := s.addPod("old")
+	fill()
+	unlucky := s.newPod("unlucky")
+	testbed.WantErrorLike(s.t, unlucky.Add(), "recording attachment .*no space left")
+	testbed.WantNoTraces(s.t, s.n, unlucky.Host)
+	s.removePod(unlucky)
+	s.removePod(old)
+	fill() // what its record has left
+	s.succeed()
+	s.stake()
+	s.d.Kill()
+	s.start()
+	s.lasts()
+	if left, err := filepath.Glob(filepath.Join(s.n.StateDir(), "*", "*.tmp")); err != nil || len(left) > 0 {
+		s.t.Errorf("left half-written: %q, %v", left, err)
+	}
+	if err := os.Remove(full); err != nil {
+		s.t.Fatal(err)
+	}
+	s.comesAndGoes("after")
+}
+
+// useUpDescriptors leaves the daemon a few descriptors, has it use those, and then gives it more again. What the daemon
+// cannot accept waits in the kernel, and what it cannot ask the upstream for waits in it. A proxy that runs out is
+// TestProxyWithFewDescriptors's.
+func (s *drillScene) useUpDescriptors() {
+	pid := s.d.Pid()
+	limit := func(now, was *unix.Rlimit) {
+		if err := unix.Prlimit(pid, unix.RLIMIT_NOFILE, now, was); err != nil {
+			s.t.Fatal(err)
+		}
+	}
+	ranOut := func() int { return strings.Count(s.d.Log(), "too many open files") }
+	before := ranOut()
+	var enough unix.Rlimit
+	limit(nil, &enough)
+	few := enough
+	var idle []net.Conn
+	testbed.Eventually(s.t, "the daemon has run out of descriptors", func() bool {
+		used, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+		if err != nil {
+			s.t.Fatal(err)
+		}
+		few.Cur = min(few.Cur, uint64(len(used))+4) // there are hardly gaps: the lowest that is free is taken
+		limit(&few, nil)
+		c, err := net.Dial("unix", s.n.AgentSocket())
+		if err != nil {
+			s.t.Fatal(err)
+		}
+		idle = append(idle, c)
+		return ranOut() > before
+	})
+	s.lasts()
+	limit(&enough, nil)
+	for _, c := range idle {
+		_ = c.Close() // it has said nothing
+	}
+}
+
+// fillConntrack fills the table of one pod: there is one limit for all netns, and each is counted by itself. The kernel
+// then drops what begins a connection, and so nothing of it leaves the pod past the nat that it would not see.
+func (s *drillScene) fillConntrack() {
+	pod := s.pods[0].Host
+	dropped := func() (n int) {
+		for _, m := range conntrackDrops.FindAllStringSubmatch(pod.Exec("conntrack", "--stats"), -1) {
+			drops, _ := strconv.Atoi(m[1])
+			n += drops
+		}
+		return n
+	}
+	before := dropped()
+	limit, err := strconv.Atoi(strings.TrimSpace(pod.Exec("sysctl", "-n", "net.netfilter.nf_conntrack_max")))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	var flows bytes.Buffer
+	for i := range limit { // assured, or the next connection would push one out
+		fmt.Fprintf(&flows, "-A -s 192.0.2.%d -d 192.0.2.255 -p udp --sport %d --dport 9 -t 600 -u SEEN_REPLY,ASSURED\n", i>>16, i&0xffff)
+	}
+	load := exec.Command("conntrack", "--load-file", "-")
+	load.Stdin = &flows
+	if err := pod.Start(load); err != nil {
+		s.t.Fatal(err)
+	}
+	err = load.Wait() // there is no room for the last of them: the load has some entries
+	testbed.Eventually(s.t, fmt.Sprintf("the table is full (%v)", err), func() bool { return dropped() > before })
+	s.pause()
+	testbed.Eventually(s.t, "the table has room again", func() bool {
+		_, _ = pod.TryExec("conntrack", "--delete", "--proto", "udp") // it stops at an entry that has gone meanwhile
+		used, err := strconv.Atoi(strings.TrimSpace(pod.Exec("conntrack", "--count")))
+		return err == nil && used < limit/2
+	})
+	s.over = time.Now()
+}
+
+var conntrackDrops = regexp.MustCompile(`\bdrop=(\d+)`)
+
+// jumpClock does what a jump of the wall clock does to the daemon. It measures time by the clock that does not jump, all
+// but the age of files: to them the clock has jumped when they are from the future, or from long ago. The clock itself is
+// the whole machine's, and stays as it is.
+func (s *drillScene) jumpClock() {
+	for _, jump := range []time.Duration{time.Hour, -time.Hour} {
+		then := time.Now().Add(jump)
+		err := filepath.WalkDir(s.n.StateDir(), func(path string, _ os.DirEntry, err error) error {
+			return errors.Join(err, os.Chtimes(path, then, then))
+		})
+		if err != nil {
+			s.t.Fatal(err)
+		}
+		s.comesAndGoes("during")
+		s.lasts()
+	}
+	s.succeed()
+}

@@ -1,0 +1,183 @@
+package handover
+
+import (
+	"context"
+	"io"
+	"net"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+)
+
+// TestHandOverLosesNothing: not a connection that waits, not one that is relayed, and not one that is made meanwhile.
+func TestHandOverLosesNothing(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	seen := n.ServeEcho()
+	d := n.StartDaemon()
+	pods := []*testbed.Pod{n.AddPod("one"), n.AddPod("two")}
+	inner := pods[0].Nested()
+	outcome := testbed.Echoes(testbed.Context(t), 100, testbed.RandomBytes(16<<10), pods[0].Host, pods[1].Host, inner)
+	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pods...) == 300 })
+
+	d = n.HandOver(d)
+	if got := d.Waiting(pods...); got != 300 {
+		t.Errorf("the next daemon sees %d wait, want 300", got)
+	}
+	n.StartConnectProxy()
+	testbed.WantServed(t, outcome, 300)
+
+	open, err := pods[0].Dial(testbed.Context(t), "tcp", testbed.EchoAddresses[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer open.Close() //nolint:errcheck // closed below
+	testbed.WantEcho(t, open, "before")
+	before := d
+	d = n.HandOver(d)
+	testbed.WantEcho(t, open, "after the daemon that relays it has handed over")
+	if err := testbed.Echo(testbed.Context(t), pods[0].Host, testbed.EchoAddresses[1], []byte("hello")); err != nil {
+		t.Errorf("a new connection: %v", err)
+	}
+	if before.Ended() {
+		t.Error("it ended while it had a connection to relay")
+	}
+	if err := open.Close(); err != nil {
+		t.Fatal(err)
+	}
+	testbed.Eventually(t, "it ends with the last of its connections", before.Ended)
+	if got := int(seen.Load()); got != 302 {
+		t.Errorf("the destination saw %d connections, want 302", got)
+	}
+	if got := n.SYNs(); got != 0 {
+		t.Errorf("%d SYNs left the pods, want none", got)
+	}
+	d.Stop()
+}
+
+// TestHandOversUnderLoad: somebody connects at every moment of them, and nobody notices.
+func TestHandOversUnderLoad(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.ServeEcho()
+	n.StartConnectProxy()
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	ctx, stop := context.WithCancel(testbed.Context(t))
+	defer stop()
+	failures := make(chan error, 4)
+	for i := range cap(failures) {
+		go func() {
+			var err error
+			for err == nil && ctx.Err() == nil {
+				err = testbed.Echo(testbed.Context(t), pod.Host, testbed.EchoAddresses[i%2], []byte("hello"))
+			}
+			failures <- err
+		}()
+	}
+	for range 5 {
+		d = n.HandOver(d)
+	}
+	stop()
+	for range cap(failures) {
+		if err := <-failures; err != nil {
+			t.Errorf("during a hand-over: %v", err)
+		}
+	}
+	if got := n.SYNs(); got != 0 {
+		t.Errorf("%d SYNs left the pod, want none", got)
+	}
+}
+
+// TestWhatWasHandedOverEndsWithItsPod: the daemon that has handed over learns from nobody that the pod is gone, and what
+// it still relays would hold the pod's netns.
+func TestWhatWasHandedOverEndsWithItsPod(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.ServeEcho()
+	n.StartConnectProxy()
+	before := n.StartDaemon()
+	pod := n.AddPod("web")
+	open := testbed.MustOpen(t, pod.Host, testbed.EchoAddresses[0])
+	testbed.WantEcho(t, open, "before")
+	n.HandOver(before)
+	if err := pod.Del(); err != nil {
+		t.Fatalf("DEL: %v", testbed.Describe(err))
+	}
+	pod.Delete()
+	testbed.Eventually(t, "it ends with the last of its pods", before.Ended)
+}
+
+// TestHandOverToOneThatDies: the old daemon goes on as if nothing had been asked.
+func TestHandOverToOneThatDies(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.ServeEcho()
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	outcome := testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(1<<10), pod.Host)
+	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == 20 })
+
+	c, err := net.Dial("unix", n.AgentSocket())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.WriteString(c, "POST /v1/handover HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: sluice-handover/1\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	oob := make([]byte, 1024)
+	testbed.Eventually(t, "the listeners came", func() bool {
+		_, oobn, _, _, err := c.(*net.UnixConn).ReadMsgUnix(make([]byte, 4096), oob)
+		if err != nil {
+			t.Fatal(err)
+		}
+		messages, err := unix.ParseSocketControlMessage(oob[:oobn])
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range messages {
+			fds, err := unix.ParseUnixRights(&m)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, fd := range fds {
+				_ = unix.Close(fd)
+			}
+		}
+		return len(messages) > 0
+	})
+	_ = c.Close()
+	testbed.Eventually(t, "the daemon notices", func() bool { return strings.Contains(d.Log(), "still here") })
+	n.StartConnectProxy()
+	testbed.WantServed(t, outcome, 20)
+	if err := n.AddPod("next").Check(); err != nil {
+		t.Errorf("CHECK of a pod that was added then: %v", err)
+	}
+}
+
+// TestRetiredAndToldToEnd, as kubelet does with the pod of the daemon that has handed over: what it has accepted waits on
+// for the upstream.
+func TestRetiredAndToldToEnd(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.ServeEcho()
+	proxy := n.StartConnectProxy()
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 2, testbed.RandomBytes(100), pod.Host), 2)
+	proxy.Freeze()
+	outcome := testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(100), pod.Host)
+	testbed.Eventually(t, "the daemon has accepted them", func() bool { return d.Of(pod).Waiting == 10 && pod.Host.Queued() == 0 })
+	proxy.Kill()
+	testbed.Eventually(t, "the upstream is late", func() bool { return !d.Status().Upstream.Ready })
+	n.HandOver(d)
+	d.Signal(syscall.SIGTERM)
+	testbed.WantPending(t, outcome)
+	n.StartConnectProxy()
+	testbed.WantServed(t, outcome, 10)
+	testbed.Eventually(t, "it ends", d.Ended)
+}

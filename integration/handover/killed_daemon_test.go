@@ -1,0 +1,129 @@
+package handover
+
+import (
+	"errors"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+)
+
+func kill(d *testbed.Daemon) { d.Kill() }
+
+func terminate(d *testbed.Daemon) { d.Stop() }
+
+func TestConnectionsWaitForAKilledDaemon(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"iptables", "nftables"} {
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.New(t)
+			n.Plugin["backend"] = backend
+			n.ServeEcho()
+			n.StartConnectProxy()
+			d := n.StartDaemon()
+			pod := n.AddPod("web")
+			inner := pod.Nested()
+			testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 2, testbed.RandomBytes(200), pod.Host, inner), 4)
+
+			d.Kill()
+			outcome := testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(200), pod.Host, inner)
+			testbed.WantPending(t, outcome)
+			n.StartDaemon()
+			testbed.WantServed(t, outcome, 40)
+			if got := n.SYNs(); got != 0 {
+				t.Errorf("%d SYNs left the pod, want none", got)
+			}
+		})
+	}
+}
+
+// TestKilledDaemonResetsWhatItRelayed: an app must not take what it has got so far for all there is. What is
+// opened meanwhile waits.
+func TestKilledDaemonResetsWhatItRelayed(t *testing.T) {
+	t.Parallel()
+	for _, end := range []struct {
+		name string
+		end  func(*testbed.Daemon)
+	}{{"SIGKILL", kill}, {"SIGTERM", terminate}} {
+		t.Run(end.name, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.New(t)
+			n.ServeEcho()
+			n.StartConnectProxy()
+			d := n.StartDaemon()
+			pod := n.AddPod("web")
+			inner := pod.Nested()
+			relayed := append(testbed.StartTalks(t, pod.Host, 10, 200), testbed.StartTalks(t, inner, 10, 200)...)
+			testbed.WantEchoes(t, relayed)
+
+			end.end(d)
+			testbed.WantAllReset(t, relayed)
+			outcome := testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(16<<10), pod.Host, inner)
+			testbed.WantPending(t, outcome)
+			n.StartDaemon()
+			testbed.WantServed(t, outcome, 40)
+			if got := n.SYNs(); got != 0 {
+				t.Errorf("%d SYNs left the pod, want none", got)
+			}
+		})
+	}
+}
+
+// TestRestartsRefuseNobody: somebody connects at every moment of them. What an old daemon had accepted, or
+// what waited in its accept queue, may be reset; no connect fails.
+func TestRestartsRefuseNobody(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.ServeEcho()
+	n.StartConnectProxy()
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+
+	ctx := testbed.Context(t)
+	stop := make(chan struct{})
+	outcomes := make(chan error, 1<<16) // more than there will be
+	const callers = 4
+	done := make(chan struct{}, callers)
+	for i := range callers {
+		go func() {
+			defer func() { done <- struct{}{} }()
+			for {
+				select {
+				case <-stop:
+					return
+				case outcomes <- testbed.Echo(ctx, pod.Host, testbed.EchoAddresses[i%2], []byte("hello")):
+				}
+			}
+		}()
+	}
+	for _, end := range []func(*testbed.Daemon){terminate, kill} {
+		wellAgain(t, outcomes)
+		end(d)
+		d = n.StartDaemon()
+	}
+	wellAgain(t, outcomes)
+	close(stop)
+	for range callers {
+		<-done
+	}
+	if got := n.SYNs(); got != 0 {
+		t.Errorf("%d SYNs left the pod, want none", got)
+	}
+}
+
+// wellAgain returns after a number of new successes in a row, and wants nothing but resets before them.
+func wellAgain(t *testing.T, outcomes <-chan error) {
+	t.Helper()
+	for row := -len(outcomes); row < 50; row++ {
+		err := <-outcomes
+		if err == nil {
+			continue
+		}
+		row = min(row, 0)
+		if !errors.Is(err, unix.ECONNRESET) { // a connect that is refused says so
+			t.Fatal(err)
+		}
+	}
+}

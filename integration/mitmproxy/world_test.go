@@ -1,0 +1,103 @@
+package mitmproxy
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"fmt"
+	"math/big"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+)
+
+// site is the name of the server in the world. Nobody can resolve it: only Host and SNI carry it.
+const site = "site.example.test"
+
+// Ports of the servers in the world.
+const (
+	portHTTP        = "80"
+	portHTTPS       = "443"
+	portClientFirst = "4000"
+	portServerFirst = "2222"
+)
+
+const banner = "SSH-2.0-world\r\n"
+
+// serveWorld starts the servers of the world. It returns the file of the CA behind the one that speaks TLS.
+func serveWorld(t *testing.T, n *testbed.Node) (caFile string) {
+	t.Helper()
+	caFile = filepath.Join(n.Dir, "world-ca.pem")
+	certificate := certify(t, caFile)
+	for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
+		plain := n.World.Listen(net.JoinHostPort(ip, portHTTP))
+		secret := tls.NewListener(n.World.Listen(net.JoinHostPort(ip, portHTTPS)), &tls.Config{Certificates: []tls.Certificate{certificate}})
+		for _, l := range []net.Listener{plain, secret} {
+			s := &http.Server{Handler: http.HandlerFunc(tellRequest), ReadHeaderTimeout: time.Minute}
+			go func() { _ = s.Serve(l) }() // ends with the listener
+		}
+		n.World.Serve(net.JoinHostPort(ip, portClientFirst), tellFirstBytes)
+		n.World.Serve(net.JoinHostPort(ip, portServerFirst), func(c net.Conn) {
+			fmt.Fprint(c, banner)
+			tellFirstBytes(c)
+		})
+	}
+	return caFile
+}
+
+// tellRequest answers with what reached the server.
+func tellRequest(w http.ResponseWriter, r *http.Request) {
+	from, _, _ := net.SplitHostPort(r.RemoteAddr)
+	fmt.Fprintf(w, "%s asked for %s as %s", from, r.Host, r.Context().Value(http.LocalAddrContextKey))
+	if r.TLS != nil {
+		fmt.Fprintf(w, " with SNI %s", r.TLS.ServerName)
+	}
+}
+
+// tellFirstBytes answers with what was said first, and hangs up.
+func tellFirstBytes(c net.Conn) {
+	b := make([]byte, 1<<10)
+	if n, err := c.Read(b); err == nil {
+		fmt.Fprintf(c, "%s said %s", testbed.IPOf(c.RemoteAddr()), b[:n])
+	}
+}
+
+// certify makes a certificate for site, and writes the CA behind it to a file.
+func certify(t *testing.T, caFile string) tls.Certificate {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ca := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "the world's CA"}, SubjectKeyId: []byte{1},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+	}
+	leaf := &x509.Certificate{
+		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: site}, DNSNames: []string{site},
+		NotBefore: ca.NotBefore, NotAfter: ca.NotAfter,
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+	}
+	caDER, err := x509.CreateCertificate(rand.Reader, ca, ca, &key.PublicKey, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	leafDER, err := x509.CreateCertificate(rand.Reader, leaf, ca, &key.PublicKey, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(caFile, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: caDER}), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return tls.Certificate{Certificate: [][]byte{leafDER}, PrivateKey: key}
+}

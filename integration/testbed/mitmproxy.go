@@ -1,0 +1,81 @@
+package testbed
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+)
+
+// RawTCP are arguments that keep mitmproxy from guessing the protocol: it may take text for HTTP.
+var RawTCP = []string{"--tcp-hosts", ".*"}
+
+// Addon is the addon by which mitmproxy accepts in the netns of pods.
+func Addon(tb TB) string {
+	tb.Helper()
+	return SourceFile(tb, "deploy/mitmproxy/sluice.py")
+}
+
+// StartMitmdump starts mitmdump as the node's proxy and waits until it listens.
+func (n *Node) StartMitmdump(args ...string) *Program {
+	n.tb.Helper()
+	p := n.LaunchMitmdump(args...)
+	n.WaitListening(p, ProxyAddress)
+	return p
+}
+
+// Confdir is where mitmdump keeps its CA. It is the same for every start.
+func (n *Node) Confdir() string { return filepath.Join(n.Dir, "mitmproxy") }
+
+// LaunchMitmdump is StartMitmdump that does not wait.
+func (n *Node) LaunchMitmdump(args ...string) *Program {
+	n.tb.Helper()
+	host, port, err := net.SplitHostPort(ProxyAddress)
+	if err != nil {
+		n.tb.Fatalf("%v", err)
+	}
+	return Launch(n.Host, "mitmdump", append([]string{
+		"--listen-host", host, "--listen-port", port, "--set", "confdir=" + n.Confdir(),
+	}, args...)...)
+}
+
+// LaunchAddon launches mitmdump with the addon as a proxy of the protocol `sockets`, and does not wait for it.
+func (n *Node) LaunchAddon(args ...string) *Program {
+	n.tb.Helper()
+	return n.LaunchMitmdump(append([]string{
+		"--showhost", "--set", "server=false", "--set", "sluice_socket=" + n.ProxySocket(), "-s", Addon(n.tb),
+	}, args...)...)
+}
+
+// WaitForProxies waits until d knows count proxies and each of them has the sockets of that many pods.
+func (d *Daemon) WaitForProxies(count, pods int) {
+	d.tb.Helper()
+	Eventually(d.tb, fmt.Sprintf("%d proxies have the sockets of %d pods", count, pods), func() bool {
+		up := d.Status().Upstream
+		for _, p := range up.Proxies {
+			if p.Pods != pods {
+				return false
+			}
+		}
+		return up.Ready && len(up.Proxies) == count
+	})
+}
+
+// FlowPrinter writes an addon for mitmproxy that prints the pod and the comment of every flow, and returns its path.
+func (n *Node) FlowPrinter() string {
+	n.tb.Helper()
+	const program = `
+def tell(kind, flow):
+    m = flow.metadata
+    print(kind, "from", flow.client_conn.peername[0], "of", m.get("sluice.pod"), m.get("sluice.uid"), m.get("sluice.direction"),
+          "comment", flow.comment, flush=True)
+
+def response(flow): tell("http", flow)
+def tcp_end(flow): tell("tcp", flow)
+`
+	path := filepath.Join(n.Dir, "flow_printer.py")
+	if err := os.WriteFile(path, []byte(program), 0o600); err != nil {
+		n.tb.Fatalf("the addon that prints flows: %v", err)
+	}
+	return path
+}

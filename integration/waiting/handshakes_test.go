@@ -1,0 +1,147 @@
+package waiting
+
+import (
+	"bufio"
+	"net"
+	"net/http"
+	"sync"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+)
+
+// handshakes is how many connections the daemon brings to the upstream at a time.
+const handshakes = 64
+
+// holdingProxy is an upstream that lets requests wait for its answer.
+type holdingProxy struct {
+	node *testbed.Node
+	// holds tells which destinations it holds; nil for all.
+	holds func(destination string) bool
+
+	mu        sync.Mutex
+	held      []chan struct{}
+	connected int // connections that are not answered yet, asked on or not
+	mostHeld  int
+	mostConns int
+}
+
+func startHoldingProxy(n *testbed.Node, holds func(destination string) bool) *holdingProxy {
+	p := &holdingProxy{node: n, holds: holds}
+	n.Serve(testbed.ProxyAddress, p.serve)
+	return p
+}
+
+func (p *holdingProxy) serve(c net.Conn) {
+	p.mu.Lock()
+	p.connected++
+	p.mostConns = max(p.mostConns, p.connected)
+	p.mu.Unlock()
+	answered := sync.OnceFunc(func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.connected--
+	})
+	defer answered()
+	in := bufio.NewReader(c)
+	req, err := http.ReadRequest(in)
+	if err != nil {
+		return // the daemon's spare connection
+	}
+	if p.holds == nil || p.holds(req.Host) {
+		<-p.hold()
+	}
+	answered()
+	p.node.ConnectTo(c, in, req.Host, testbed.Connected, "")
+}
+
+// hold counts a request among those held; what it returns is closed when it may be answered.
+func (p *holdingProxy) hold() <-chan struct{} {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	free := make(chan struct{})
+	p.held = append(p.held, free)
+	p.mostHeld = max(p.mostHeld, len(p.held))
+	return free
+}
+
+// waiting is how many requests it holds.
+func (p *holdingProxy) waiting() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.held)
+}
+
+// release answers what it holds, and returns how many that were.
+func (p *holdingProxy) release() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	n := len(p.held)
+	for _, free := range p.held {
+		close(free)
+	}
+	p.held = nil
+	return n
+}
+
+// most is how many requests it held at a time, and how many connections were open without an answer.
+func (p *holdingProxy) most() (held, connected int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.mostHeld, p.mostConns
+}
+
+// TestHandshakesAreBounded: an upstream that comes late meets everybody at once, and its backlog is short.
+func TestHandshakesAreBounded(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.ServeEcho()
+	d := n.StartDaemon()
+	pods := []*testbed.Pod{n.AddPod("a"), n.AddPod("b"), n.AddPod("c")}
+	const count = 300
+	outcome := testbed.Echoes(testbed.Context(t), count/3, testbed.RandomBytes(200), pods[0].Host, pods[1].Host, pods[2].Host)
+	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pods...) == count })
+	proxy := startHoldingProxy(n, nil)
+	for answered := 0; answered < count; {
+		batch := min(handshakes, count-answered)
+		testbed.Eventually(t, "as many ask as may", func() bool { return proxy.waiting() >= batch })
+		answered += proxy.release()
+	}
+	testbed.WantServed(t, outcome, count)
+	if held, connected := proxy.most(); held > handshakes || connected > handshakes+1 {
+		t.Errorf("%d asked at a time, on %d connections; want at most %d, and one spare connection", held, connected, handshakes)
+	}
+	if got := n.SYNs(); got != 0 {
+		t.Errorf("%d SYNs left the pods, want none", got)
+	}
+}
+
+// TestDeadDestinationsDelayNobodyElse: what the upstream takes long to answer for does not use up the handshakes.
+func TestDeadDestinationsDelayNobodyElse(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.ServeEcho()
+	dead := testbed.EchoAddresses[1]
+	proxy := startHoldingProxy(n, func(destination string) bool { return destination == dead })
+	d := n.StartDaemon()
+	unlucky, other := n.AddPod("unlucky"), n.AddPod("other")
+	const count = 3 * handshakes
+	var outcomes []<-chan error
+	for range count {
+		outcome := make(chan error, 1)
+		outcomes = append(outcomes, outcome)
+		go func() { outcome <- testbed.Echo(testbed.Context(t), unlucky.Host, dead, testbed.RandomBytes(200)) }()
+	}
+	testbed.Eventually(t, "more are held than may be at a time", func() bool { return proxy.waiting() > handshakes })
+	if err := testbed.Echo(testbed.Context(t), other.Host, testbed.EchoAddresses[0], testbed.RandomBytes(200)); err != nil {
+		t.Errorf("another pod's connection: %v", err)
+	}
+	testbed.Eventually(t, "the upstream is asked for every one of them", func() bool { return proxy.waiting() == count })
+	if got := d.Of(unlucky).Waiting; got != count {
+		t.Errorf("%d connections wait, want all %d", got, count)
+	}
+	proxy.release()
+	for _, outcome := range outcomes {
+		testbed.WantServed(t, outcome, 1)
+	}
+}
