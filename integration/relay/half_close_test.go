@@ -6,6 +6,8 @@ import (
 	"errors"
 	"io"
 	"net"
+	"strconv"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -13,41 +15,54 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-const chatPort = "9000"
-
-// endsCase is an upstream through which connections come to their ends.
-type endsCase struct {
+// upstream is a proxy through which connections come to their ends.
+type upstream struct {
 	name, protocol string
 	start          func(*testbed.Node)
-	// forgets: mitmproxy 8.1.1 never closes a raw connection that the other end was the first to shut its side of.
-	forgets bool
+	// neverCloses: mitmproxy 8.1.1 never closes a raw connection whose other end was the first to half-close.
+	neverCloses bool
 }
 
 var (
-	throughConnect = endsCase{"connect", "connect", func(n *testbed.Node) { n.StartConnectProxy() }, false}
-	throughSOCKS5  = endsCase{"socks5", "socks5", func(n *testbed.Node) { n.StartAnsweringProxy("socks5", "").Mend() }, false}
-	throughMitm    = endsCase{"mitmproxy connect", "connect", func(n *testbed.Node) { n.StartMitmdump() }, true}
-	throughMitm5   = endsCase{"mitmproxy socks5", "socks5", func(n *testbed.Node) { n.StartMitmdump("--mode", "socks5") }, true}
+	connectProxy = upstream{"connect", "connect", func(n *testbed.Node) { n.StartConnectProxy() }, false}
+	socks5Proxy  = upstream{"socks5", "socks5", func(n *testbed.Node) { n.StartAnsweringProxy("socks5", "").Mend() }, false}
 
-	allWays = []endsCase{throughConnect, throughSOCKS5, throughMitm, throughMitm5}
+	mitmproxyByConnect = upstream{"mitmproxy connect", "connect", func(n *testbed.Node) { n.StartMitmdump() }, true}
+	mitmproxyBySOCKS5  = upstream{
+		"mitmproxy socks5", "socks5", func(n *testbed.Node) { n.StartMitmdump("--mode", "socks5") }, true,
+	}
+
+	upstreams = []upstream{connectProxy, socks5Proxy, mitmproxyByConnect, mitmproxyBySOCKS5}
 )
 
-// chat is both ends of one relayed connection.
-type chat struct {
-	d           *testbed.Daemon
+// relayNode is a node with a daemon and one of these upstreams, for any number of pods.
+type relayNode struct {
+	*testbed.Node
+	daemon *testbed.Daemon
+	made   atomic.Int64 // pairs
+}
+
+func newRelayNode(t *testing.T, u upstream) *relayNode {
+	t.Helper()
+	n := testbed.NewWith(t, u.protocol)
+	u.start(n)
+	return &relayNode{Node: n, daemon: n.StartDaemon()}
+}
+
+// pair is both ends of one relayed connection, which is the only one of its pod.
+type pair struct {
+	daemon      *testbed.Daemon
 	pod         *testbed.Pod
 	app, server *net.TCPConn
 }
 
-// begin opens a connection from the pod, or from a container nested in it, and carries a first word both ways.
-func (c endsCase) begin(t *testing.T, world string, nested bool) chat {
+// connect opens a connection from a new pod, or from a container nested in it, and sends a first message both ways.
+func (n *relayNode) connect(t *testing.T, world string, nested bool) pair {
 	t.Helper()
-	n := testbed.NewWith(t, c.protocol)
-	address := net.JoinHostPort(world, chatPort)
-	conns := testbed.Accepted(t, n, address)
-	c.start(n)
-	d := n.StartDaemon()
-	pod := n.AddPod("chatty")
+	number := int(n.made.Add(1))
+	address := net.JoinHostPort(world, strconv.Itoa(9000+number))
+	conns := testbed.Accepted(t, n.Node, address)
+	pod := n.AddPod("app" + strconv.Itoa(number))
 	from := pod.Host
 	if nested {
 		from = pod.Nested()
@@ -59,7 +74,7 @@ func (c endsCase) begin(t *testing.T, world string, nested bool) chat {
 	receive(t, server, hello)
 	send(t, server, hello)
 	receive(t, app, hello)
-	return chat{d, pod, app, server}
+	return pair{n.daemon, pod, app, server}
 }
 
 func send(t *testing.T, c net.Conn, b []byte) {
@@ -76,18 +91,18 @@ func receive(t *testing.T, c net.Conn, want []byte) {
 		t.Fatalf("after %d of %d bytes: %v", n, len(want), err)
 	}
 	if !bytes.Equal(got, want) {
-		t.Fatal("received something else than was sent")
+		t.Fatal("the bytes that were received are not those that were sent")
 	}
 }
 
-func shut(t *testing.T, c *net.TCPConn) {
+func halfClose(t *testing.T, c *net.TCPConn) {
 	t.Helper()
 	if err := c.CloseWrite(); err != nil {
 		t.Fatal(err)
 	}
 }
 
-// wantEnd fails the test unless the next that comes is the end of the other's direction.
+// wantEnd fails the test unless the other direction ends next.
 func wantEnd(t *testing.T, c net.Conn) {
 	t.Helper()
 	if b, err := io.ReadAll(c); err != nil || len(b) > 0 {
@@ -95,205 +110,214 @@ func wantEnd(t *testing.T, c net.Conn) {
 	}
 }
 
-// wantResetOf fails the test unless the next that comes is a reset.
-func wantResetOf(t *testing.T, c net.Conn) {
+// wantReset fails the test unless a reset comes next.
+func wantReset(t *testing.T, c net.Conn) {
 	t.Helper()
 	if b, err := io.ReadAll(c); !errors.Is(err, unix.ECONNRESET) {
 		t.Errorf("got %d bytes, %v; want a reset", len(b), err)
 	}
 }
 
-// letGo waits until the daemon is done with the connection.
-func (c chat) letGo(t *testing.T) {
+// waitForEnd waits until the daemon no longer relays the connection.
+func (p pair) waitForEnd(t *testing.T) {
 	t.Helper()
-	testbed.Eventually(t, "the connection is relayed no more", func() bool { return c.d.Of(c.pod).Open == 0 })
+	testbed.Eventually(t, "the connection is no longer relayed", func() bool { return p.daemon.Of(p.pod).Open == 0 })
 }
 
-// TestAppThatHasShutItsSideGetsTheWholeAnswer: also where the upstream would drop the answer if it knew.
-func TestAppThatHasShutItsSideGetsTheWholeAnswer(t *testing.T) {
+// TestHalfClosedAppReceivesTheWholeResponse, even through an upstream that would drop the response at a half-close.
+func TestHalfClosedAppReceivesTheWholeResponse(t *testing.T) {
 	t.Parallel()
-	for _, c := range allWays {
-		for _, nested := range []bool{false, true} {
-			name := c.name
-			if nested {
-				name += " nested"
-			}
-			t.Run(name, func(t *testing.T) {
-				t.Parallel()
-				chat := c.begin(t, testbed.WorldIPv4, nested)
-				question, answer := testbed.RandomBytes(100<<10), testbed.RandomBytes(1<<20)
-				go func() {
-					_, _ = chat.app.Write(question) // what is lost is missed
-					_ = chat.app.CloseWrite()
-				}()
-				receive(t, chat.server, question)
-				for part := range 4 { // each when the one before has arrived
-					b := answer[part<<18 : (part+1)<<18]
-					go func() { _, _ = chat.server.Write(b) }() // what is lost is missed
-					receive(t, chat.app, b)
-				}
-				if err := chat.server.Close(); err != nil {
-					t.Fatal(err)
-				}
-				if c.forgets && c.protocol == "socks5" {
-					return
-				}
-				wantEnd(t, chat.app)
-				chat.letGo(t)
-			})
-		}
-	}
-}
-
-// TestServerThatReadsToTheEnd: SOCKS5 carries the end of one direction, so a server may wait for it.
-func TestServerThatReadsToTheEnd(t *testing.T) {
-	t.Parallel()
-	for _, c := range []endsCase{throughSOCKS5, throughMitm5} {
-		for _, world := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
-			t.Run(c.name+" to "+world, func(t *testing.T) {
-				t.Parallel()
-				chat := c.begin(t, world, false)
-				question := testbed.RandomBytes(1 << 20)
-				go func() {
-					_, _ = chat.app.Write(question) // what is lost is missed
-					_ = chat.app.CloseWrite()
-				}()
-				got, err := io.ReadAll(chat.server)
-				if err != nil || !bytes.Equal(got, question) {
-					t.Fatalf("the server got %d bytes, %v; want the %d that were sent", len(got), err, len(question))
-				}
-				sum := sha256.Sum256(got)
-				send(t, chat.server, sum[:])
-				shut(t, chat.server)
-				receive(t, chat.app, sum[:])
-				if !c.forgets {
-					wantEnd(t, chat.app)
-					chat.letGo(t)
-				}
-			})
-		}
-	}
-}
-
-// TestServerThatHasShutItsSideHearsTheRest: the other way round no protocol is in the way.
-func TestServerThatHasShutItsSideHearsTheRest(t *testing.T) {
-	t.Parallel()
-	for _, c := range []endsCase{throughConnect, throughSOCKS5, throughMitm5} {
-		t.Run(c.name, func(t *testing.T) {
+	for _, u := range upstreams {
+		t.Run(u.name, func(t *testing.T) {
 			t.Parallel()
-			chat := c.begin(t, testbed.WorldIPv4, false)
-			shut(t, chat.server)
-			wantEnd(t, chat.app)
-			rest := testbed.RandomBytes(1 << 20)
-			go func() {
-				_, _ = chat.app.Write(rest) // what is lost is missed
-				_ = chat.app.CloseWrite()
-			}()
-			receive(t, chat.server, rest)
-			if !c.forgets {
-				wantEnd(t, chat.server)
-				chat.letGo(t)
+			n := newRelayNode(t, u)
+			for name, nested := range map[string]bool{"pod": false, "nested": true} {
+				t.Run(name, func(t *testing.T) {
+					t.Parallel()
+					c := n.connect(t, testbed.WorldIPv4, nested)
+					request, response := testbed.RandomBytes(100<<10), testbed.RandomBytes(1<<20)
+					go func() {
+						_, _ = c.app.Write(request) // the server misses bytes that are lost
+						_ = c.app.CloseWrite()
+					}()
+					receive(t, c.server, request)
+					for part := range 4 { // each when the one before has arrived
+						b := response[part<<18 : (part+1)<<18]
+						go func() { _, _ = c.server.Write(b) }() // the app misses bytes that are lost
+						receive(t, c.app, b)
+					}
+					if err := c.server.Close(); err != nil {
+						t.Fatal(err)
+					}
+					if u.neverCloses && u.protocol == "socks5" {
+						return
+					}
+					wantEnd(t, c.app)
+					c.waitForEnd(t)
+				})
 			}
 		})
 	}
 }
 
-// TestResetsArePassedOn, in both directions. Through connectproxy, that passes them on itself.
+// TestServerReadsToTheEnd: SOCKS5 carries a half-close, so a server may read to the end before it answers.
+func TestServerReadsToTheEnd(t *testing.T) {
+	t.Parallel()
+	for _, u := range []upstream{socks5Proxy, mitmproxyBySOCKS5} {
+		t.Run(u.name, func(t *testing.T) {
+			t.Parallel()
+			n := newRelayNode(t, u)
+			for _, world := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
+				t.Run(world, func(t *testing.T) {
+					t.Parallel()
+					c := n.connect(t, world, false)
+					request := testbed.RandomBytes(1 << 20)
+					go func() {
+						_, _ = c.app.Write(request) // the server misses bytes that are lost
+						_ = c.app.CloseWrite()
+					}()
+					got, err := io.ReadAll(c.server)
+					if err != nil || !bytes.Equal(got, request) {
+						t.Fatalf("the server got %d bytes, %v; want the %d that were sent", len(got), err, len(request))
+					}
+					sum := sha256.Sum256(got)
+					send(t, c.server, sum[:])
+					halfClose(t, c.server)
+					receive(t, c.app, sum[:])
+					if !u.neverCloses {
+						wantEnd(t, c.app)
+						c.waitForEnd(t)
+					}
+				})
+			}
+		})
+	}
+}
+
+// TestHalfClosedServerReceivesTheRest: in this direction every protocol carries a half-close.
+func TestHalfClosedServerReceivesTheRest(t *testing.T) {
+	t.Parallel()
+	for _, u := range []upstream{connectProxy, socks5Proxy, mitmproxyBySOCKS5} {
+		t.Run(u.name, func(t *testing.T) {
+			t.Parallel()
+			c := newRelayNode(t, u).connect(t, testbed.WorldIPv4, false)
+			halfClose(t, c.server)
+			wantEnd(t, c.app)
+			rest := testbed.RandomBytes(1 << 20)
+			go func() {
+				_, _ = c.app.Write(rest) // the server misses bytes that are lost
+				_ = c.app.CloseWrite()
+			}()
+			receive(t, c.server, rest)
+			if !u.neverCloses {
+				wantEnd(t, c.server)
+				c.waitForEnd(t)
+			}
+		})
+	}
+}
+
+// TestResetsArePassedOn in both directions. The upstream is connectproxy, which passes resets on itself.
 func TestResetsArePassedOn(t *testing.T) {
 	t.Parallel()
+	n := newRelayNode(t, connectProxy)
 	for _, world := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
-		for _, who := range []string{"app", "server"} {
-			t.Run(who+" at "+world, func(t *testing.T) {
+		for _, from := range []string{"app", "server"} {
+			t.Run(from+" at "+world, func(t *testing.T) {
 				t.Parallel()
-				chat := throughConnect.begin(t, world, false)
-				one, other := chat.app, chat.server
-				if who == "server" {
+				c := n.connect(t, world, false)
+				one, other := c.app, c.server
+				if from == "server" {
 					one, other = other, one
 				}
 				if err := errors.Join(one.SetLinger(0), one.Close()); err != nil {
 					t.Fatal(err)
 				}
-				wantResetOf(t, other)
-				chat.letGo(t)
+				wantReset(t, other)
+				c.waitForEnd(t)
 			})
 		}
 	}
 }
 
-// TestClosedAppIsLetGo: its FIN is held back only as long as somebody may wait for an answer. Of a container
-// nested in the pod that is not known at once.
-func TestClosedAppIsLetGo(t *testing.T) {
+// TestConnectionOfClosedAppEnds: the relay holds back the FIN of an app only while a process may wait for a response. If
+// the app is in a container nested in the pod, the daemon does not know that at once.
+func TestConnectionOfClosedAppEnds(t *testing.T) {
 	t.Parallel()
-	for _, c := range allWays {
-		for _, from := range []struct {
-			name, world string
-			nested      bool
-		}{
-			{"the pod over IPv4", testbed.WorldIPv4, false},
-			{"the pod over IPv6", testbed.WorldIPv6, false},
-			{"a nested container", testbed.WorldIPv4, true},
-		} {
-			t.Run(c.name+" from "+from.name, func(t *testing.T) {
-				t.Parallel()
-				chat := c.begin(t, from.world, from.nested)
-				if err := chat.app.Close(); err != nil {
-					t.Fatal(err)
-				}
-				wantEnd(t, chat.server)
-				if c.forgets {
-					return
-				}
-				if err := chat.server.Close(); err != nil {
-					t.Fatal(err)
-				}
-				chat.letGo(t)
-			})
-		}
-	}
-}
-
-// TestClosedAppIsForgottenWhateverTheUpstreamDoes: mitmproxy 8.1.1 never closes such a connection, and nobody
-// is left who could hear what it still has to say.
-func TestClosedAppIsForgottenWhateverTheUpstreamDoes(t *testing.T) {
-	t.Parallel()
-	for _, c := range []endsCase{throughMitm, throughMitm5} {
-		t.Run(c.name, func(t *testing.T) {
+	for _, u := range upstreams {
+		t.Run(u.name, func(t *testing.T) {
 			t.Parallel()
-			chat := c.begin(t, testbed.WorldIPv4, false)
-			if err := chat.app.Close(); err != nil {
-				t.Fatal(err)
+			n := newRelayNode(t, u)
+			for _, from := range []struct {
+				name, world string
+				nested      bool
+			}{
+				{"the pod over IPv4", testbed.WorldIPv4, false},
+				{"the pod over IPv6", testbed.WorldIPv6, false},
+				{"a nested container", testbed.WorldIPv4, true},
+			} {
+				t.Run("from "+from.name, func(t *testing.T) {
+					t.Parallel()
+					c := n.connect(t, from.world, from.nested)
+					if err := c.app.Close(); err != nil {
+						t.Fatal(err)
+					}
+					wantEnd(t, c.server)
+					if u.neverCloses {
+						return
+					}
+					if err := c.server.Close(); err != nil {
+						t.Fatal(err)
+					}
+					c.waitForEnd(t)
+				})
 			}
-			wantEnd(t, chat.server)
-			if err := chat.server.Close(); err != nil {
-				t.Fatal(err)
-			}
-			chat.letGo(t)
 		})
 	}
 }
 
-// TestAppThatClosesInTheMiddle: a server that still sends learns that nobody reads.
-func TestAppThatClosesInTheMiddle(t *testing.T) {
+// TestConnectionOfClosedAppEndsThoughTheUpstreamKeepsIt: mitmproxy 8.1.1 never closes such a connection, but no process is
+// left that could read its response.
+func TestConnectionOfClosedAppEndsThoughTheUpstreamKeepsIt(t *testing.T) {
 	t.Parallel()
-	for _, c := range allWays {
-		t.Run(c.name, func(t *testing.T) {
+	for _, u := range []upstream{mitmproxyByConnect, mitmproxyBySOCKS5} {
+		t.Run(u.name, func(t *testing.T) {
 			t.Parallel()
-			chat := c.begin(t, testbed.WorldIPv4, false)
-			failed := make(chan error, 1)
-			go func() {
-				_, err := io.Copy(chat.server, endless{})
-				failed <- err
-			}()
-			if _, err := io.CopyN(io.Discard, chat.app, 1<<20); err != nil {
+			c := newRelayNode(t, u).connect(t, testbed.WorldIPv4, false)
+			if err := c.app.Close(); err != nil {
 				t.Fatal(err)
 			}
-			if err := chat.app.Close(); err != nil {
+			wantEnd(t, c.server)
+			if err := c.server.Close(); err != nil {
+				t.Fatal(err)
+			}
+			c.waitForEnd(t)
+		})
+	}
+}
+
+// TestAppThatClosesMidTransferResetsTheServer: a server that still sends learns that its bytes are not read.
+func TestAppThatClosesMidTransferResetsTheServer(t *testing.T) {
+	t.Parallel()
+	for _, u := range upstreams {
+		t.Run(u.name, func(t *testing.T) {
+			t.Parallel()
+			c := newRelayNode(t, u).connect(t, testbed.WorldIPv4, false)
+			failed := make(chan error, 1)
+			go func() {
+				_, err := io.Copy(c.server, endless{})
+				failed <- err
+			}()
+			if _, err := io.CopyN(io.Discard, c.app, 1<<20); err != nil {
+				t.Fatal(err)
+			}
+			if err := c.app.Close(); err != nil {
 				t.Fatal(err)
 			}
 			if err := <-failed; !errors.Is(err, unix.ECONNRESET) && !errors.Is(err, unix.EPIPE) {
 				t.Errorf("the server's write ended with %v; want a reset", err)
 			}
-			chat.letGo(t)
+			c.waitForEnd(t)
 		})
 	}
 }

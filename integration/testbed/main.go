@@ -2,9 +2,12 @@ package testbed
 
 import (
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
+	"runtime"
+	"strconv"
 	"syscall"
 	"testing"
 
@@ -44,7 +47,22 @@ func Main(m *testing.M) int {
 			return failMain("tests need this program; `make test` installs it", err)
 		}
 	}
+	if err := runMoreAtATime(); err != nil {
+		return failMain("-parallel", err)
+	}
 	return m.Run()
+}
+
+// runMoreAtATime lets more tests run at the same time than there are processors, unless -parallel says how many: most
+// of the time they wait, for timeouts of the daemon and for programs that start.
+func runMoreAtATime() error {
+	flag.Parse()
+	given := false
+	flag.Visit(func(f *flag.Flag) { given = given || f.Name == "test.parallel" })
+	if given {
+		return nil
+	}
+	return flag.Set("test.parallel", strconv.Itoa(3*runtime.GOMAXPROCS(0)))
 }
 
 func mainInUserNS() int {

@@ -4,7 +4,9 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"sync"
 )
 
 // RawTCP are arguments that keep mitmproxy from guessing the protocol: it may take text for HTTP.
@@ -34,10 +36,63 @@ func (n *Node) LaunchMitmdump(args ...string) *Program {
 	if err != nil {
 		n.tb.Fatalf("%v", err)
 	}
+	if err := n.copyMitmproxyCA(); err != nil {
+		n.tb.Fatalf("mitmproxy's CA: %v", err)
+	}
 	return Launch(n.Host, "mitmdump", append([]string{
 		"--listen-host", host, "--listen-port", port, "--set", "confdir=" + n.Confdir(),
 	}, args...)...)
 }
+
+// copyMitmproxyCA gives the node the CA that all tests share, unless it has one. To generate one takes mitmdump as long
+// as to start.
+func (n *Node) copyMitmproxyCA() error {
+	if _, err := os.Stat(n.Confdir()); err == nil {
+		return nil
+	}
+	ca, err := mitmproxyCA()
+	if err != nil {
+		return err
+	}
+	return os.CopyFS(n.Confdir(), os.DirFS(ca))
+}
+
+// mitmproxyCA returns a folder with a CA that mitmdump has generated, in bin/testing, where binaries are too.
+var mitmproxyCA = sync.OnceValues(func() (dir string, err error) {
+	root, err := moduleRoot()
+	if err != nil {
+		return "", err
+	}
+	shared := filepath.Join(root, "bin", "testing")
+	if err := os.MkdirAll(shared, 0o755); err != nil {
+		return "", err
+	}
+	unlock, err := lock(filepath.Join(shared, ".mitmproxy.lock"))
+	if err != nil {
+		return "", err
+	}
+	defer unlock()
+	dir = filepath.Join(shared, "mitmproxy")
+	if _, err := os.Stat(dir); err == nil {
+		return dir, nil
+	}
+	temporary, err := os.MkdirTemp(shared, "mitmproxy-")
+	if err != nil {
+		return "", err
+	}
+	defer os.RemoveAll(temporary) //nolint:errcheck // it has another name by then, or there is an error
+	const program = "from mitmproxy import ctx\n\ndef running(): ctx.master.shutdown()\n"
+	script := filepath.Join(temporary, "shutdown.py")
+	if err := os.WriteFile(script, []byte(program), 0o600); err != nil {
+		return "", err
+	}
+	made := filepath.Join(temporary, "ca")
+	out, err := exec.Command("mitmdump", "--no-server", "--set", "confdir="+made, "-s", script).CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("mitmdump: %w\n%s", err, out)
+	}
+	return dir, os.Rename(made, dir)
+})
 
 // LaunchAddon launches mitmdump with the addon as a proxy of the protocol `sockets`, and does not wait for it.
 func (n *Node) LaunchAddon(args ...string) *Program {

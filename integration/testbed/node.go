@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/invoke"
 	"github.com/containernetworking/cni/pkg/types"
 )
 
@@ -80,7 +81,10 @@ func NewNode(tb TB, binaries string) *Node {
 		"stateDir":       n.StateDir(),
 		"metricsAddress": "",
 	}
-	n.cni = libcni.NewCNIConfigWithCacheDir([]string{n.binDir(), binaries, CNIPlugins}, filepath.Join(n.Dir, "cni-cache"), nil)
+	// Without one, CNIConfig makes an Exec at its first call, which is a race between pods that are added at the same time.
+	run := &invoke.DefaultExec{RawExec: &invoke.RawExec{Stderr: os.Stderr}}
+	path := []string{n.binDir(), binaries, CNIPlugins}
+	n.cni = libcni.NewCNIConfigWithCacheDir(path, filepath.Join(n.Dir, "cni-cache"), run)
 
 	// The index differs from the index of the peer. If they were equal, the kernel would not take the link for a veth
 	// and would notice a second or two late that it is up; until then IPv6 would not work
