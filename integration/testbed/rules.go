@@ -34,14 +34,23 @@ func (h *Host) listeners() string {
 	return h.Exec("ss", "--no-header", "--listening", "--tcp", "--numeric", "sport = :15001")
 }
 
+// Queues are the lengths of the accept queues of the netns' capture port, one for each listener.
+func (h *Host) Queues() []int {
+	var lengths []int
+	for line := range strings.Lines(h.listeners()) {
+		if w := strings.Fields(line); len(w) > 1 { // "LISTEN 3 4096 0.0.0.0:15001 …"
+			length, _ := strconv.Atoi(w[1])
+			lengths = append(lengths, length)
+		}
+	}
+	return lengths
+}
+
 // Queued is the number of connections in the accept queues of the netns' capture port.
 func (h *Host) Queued() int {
 	n := 0
-	for line := range strings.Lines(h.listeners()) {
-		if w := strings.Fields(line); len(w) > 1 { // "LISTEN 3 4096 0.0.0.0:15001 …"
-			q, _ := strconv.Atoi(w[1])
-			n += q
-		}
+	for _, length := range h.Queues() {
+		n += length
 	}
 	return n
 }
