@@ -21,12 +21,13 @@ import (
 
 var sluiceEntry = regexp.MustCompile(`"type":\s*"sluice"`)
 
-// clobberConflist writes the chain without sluice in every way that others do. Running pods notice nothing, and it comes
-// back. The next daemon begins with fresh patience: one Keeper gives way to who undoes its work again and again.
+// clobberConflist writes the chain without sluice, in every way that other installers do. Running pods notice nothing, and
+// sluice comes back. A new daemon then starts its backoff anew: one Keeper gives way to a program that undoes its work
+// again and again.
 func (s *drillScene) clobberConflist() {
 	file, bare := s.n.ConfFile(), s.n.Primary()
-	write := func(what []byte) {
-		if err := os.WriteFile(file, what, 0o600); err != nil {
+	write := func(data []byte) {
+		if err := os.WriteFile(file, data, 0o600); err != nil {
 			s.t.Fatal(err)
 		}
 	}
@@ -50,7 +51,7 @@ func (s *drillScene) clobberConflist() {
 
 	for _, first := range [][]byte{nil, bare[:len(bare)/2]} {
 		write(first)
-		s.pause() // whoever writes it is slow
+		s.pause() // a slow writer
 		write(bare)
 		back()
 	}
@@ -58,7 +59,7 @@ func (s *drillScene) clobberConflist() {
 	s.succeed()
 }
 
-// comesAndGoes adds a pod that connects, and removes it.
+// comesAndGoes adds a pod that connects, and removes the pod.
 func (s *drillScene) comesAndGoes(name string) {
 	s.t.Helper()
 	p := s.addPod(name)
@@ -69,7 +70,7 @@ func (s *drillScene) comesAndGoes(name string) {
 	s.removePod(p)
 }
 
-// mountStateDir gives the state directory a small file system of its own.
+// mountStateDir mounts a small file system on the state directory.
 func (s *drillScene) mountStateDir() {
 	dir := s.n.StateDir()
 	if err := errors.Join(os.Mkdir(dir, 0o700), unix.Mount("none", dir, "tmpfs", 0, "size=128k")); err != nil {
@@ -82,8 +83,8 @@ func (s *drillScene) mountStateDir() {
 	})
 }
 
-// fillDisk leaves not a byte under the state directory. ADD fails then and leaves nothing; DEL, hand-over and a start after
-// a kill go well.
+// fillDisk leaves no free byte under the state directory. ADD fails then and leaves nothing behind; DEL, hand-over and a
+// start after a kill succeed.
 func (s *drillScene) fillDisk() {
 	full := filepath.Join(s.n.StateDir(), "full")
 	fill := func() {
@@ -91,7 +92,7 @@ func (s *drillScene) fillDisk() {
 		if err != nil {
 			s.t.Fatal(err)
 		}
-		defer f.Close() //nolint:errcheck // what matters is what does not fit
+		defer f.Close() //nolint:errcheck // the last write fails on purpose
 		for err == nil {
 			_, err = f.Write(make([]byte, 512))
 		}
@@ -106,14 +107,14 @@ func (s *drillScene) fillDisk() {
 	testbed.WantNoTraces(s.t, s.n, unlucky.Host)
 	s.removePod(unlucky)
 	s.removePod(old)
-	fill() // what its record has left
+	fill() // the room of its record
 	s.succeed()
 	s.stake()
 	s.d.Kill()
 	s.start()
 	s.lasts()
 	if left, err := filepath.Glob(filepath.Join(s.n.StateDir(), "*", "*.tmp")); err != nil || len(left) > 0 {
-		s.t.Errorf("left half-written: %q, %v", left, err)
+		s.t.Errorf("half-written files are left: %q, %v", left, err)
 	}
 	if err := os.Remove(full); err != nil {
 		s.t.Fatal(err)
@@ -121,9 +122,9 @@ func (s *drillScene) fillDisk() {
 	s.comesAndGoes("after")
 }
 
-// useUpDescriptors leaves the daemon a few descriptors, has it use those, and then gives it more again. What the daemon
-// cannot accept waits in the kernel, and what it cannot ask the upstream for waits in it. A proxy that runs out is
-// TestProxyWithFewDescriptors's.
+// useUpDescriptors leaves the daemon a few descriptors, makes it use them, and then gives it more again. Connections that
+// the daemon cannot accept wait in the kernel; those that it cannot bring to the upstream wait in the daemon. For a proxy
+// that runs out of descriptors see TestProxyWithFewDescriptors.
 func (s *drillScene) useUpDescriptors() {
 	pid := s.d.Pid()
 	limit := func(now, was *unix.Rlimit) {
@@ -142,7 +143,7 @@ func (s *drillScene) useUpDescriptors() {
 		if err != nil {
 			s.t.Fatal(err)
 		}
-		few.Cur = min(few.Cur, uint64(len(used))+4) // there are hardly gaps: the lowest that is free is taken
+		few.Cur = min(few.Cur, uint64(len(used))+4) // there are hardly any gaps: the kernel takes the lowest free number
 		limit(&few, nil)
 		c, err := net.Dial("unix", s.n.AgentSocket())
 		if err != nil {
@@ -154,12 +155,12 @@ func (s *drillScene) useUpDescriptors() {
 	s.lasts()
 	limit(&enough, nil)
 	for _, c := range idle {
-		_ = c.Close() // it has said nothing
+		_ = c.Close() // nothing was sent on it
 	}
 }
 
-// fillConntrack fills the table of one pod: there is one limit for all netns, and each is counted by itself. The kernel
-// then drops what begins a connection, and so nothing of it leaves the pod past the nat that it would not see.
+// fillConntrack fills the conntrack table of one pod: the limit is the same for all netns, and each is counted by itself.
+// The kernel then drops the first packet of a connection, so that none leaves the pod without a look at nat.
 func (s *drillScene) fillConntrack() {
 	pod := s.pods[0].Host
 	dropped := func() (n int) {
@@ -175,19 +176,20 @@ func (s *drillScene) fillConntrack() {
 		s.t.Fatal(err)
 	}
 	var flows bytes.Buffer
-	for i := range limit { // assured, or the next connection would push one out
-		fmt.Fprintf(&flows, "-A -s 192.0.2.%d -d 192.0.2.255 -p udp --sport %d --dport 9 -t 600 -u SEEN_REPLY,ASSURED\n", i>>16, i&0xffff)
+	for i := range limit { // assured: the next connection would push out another entry
+		const entry = "-A -s 192.0.2.%d -d 192.0.2.255 -p udp --sport %d --dport 9 -t 600 -u SEEN_REPLY,ASSURED\n"
+		fmt.Fprintf(&flows, entry, i>>16, i&0xffff)
 	}
 	load := exec.Command("conntrack", "--load-file", "-")
 	load.Stdin = &flows
 	if err := pod.Start(load); err != nil {
 		s.t.Fatal(err)
 	}
-	err = load.Wait() // there is no room for the last of them: the load has some entries
+	err = load.Wait() // it fails at the last entries: the connections of the load have some
 	testbed.Eventually(s.t, fmt.Sprintf("the table is full (%v)", err), func() bool { return dropped() > before })
 	s.pause()
 	testbed.Eventually(s.t, "the table has room again", func() bool {
-		_, _ = pod.TryExec("conntrack", "--delete", "--proto", "udp") // it stops at an entry that has gone meanwhile
+		_, _ = pod.TryExec("conntrack", "--delete", "--proto", "udp") // it stops at an entry that is gone meanwhile
 		used, err := strconv.Atoi(strings.TrimSpace(pod.Exec("conntrack", "--count")))
 		return err == nil && used < limit/2
 	})
@@ -196,9 +198,9 @@ func (s *drillScene) fillConntrack() {
 
 var conntrackDrops = regexp.MustCompile(`\bdrop=(\d+)`)
 
-// jumpClock does what a jump of the wall clock does to the daemon. It measures time by the clock that does not jump, all
-// but the age of files: to them the clock has jumped when they are from the future, or from long ago. The clock itself is
-// the whole machine's, and stays as it is.
+// jumpClock has the effect of a jump of the wall clock on the daemon. The daemon measures time by the monotonic clock,
+// except the age of files: a jump makes them files of the future, or very old. The clock itself belongs to the whole
+// machine and stays as it is.
 func (s *drillScene) jumpClock() {
 	for _, jump := range []time.Duration{time.Hour, -time.Hour} {
 		then := time.Now().Add(jump)

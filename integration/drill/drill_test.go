@@ -17,23 +17,23 @@ import (
 
 var (
 	long = flag.Bool("drill", false, "drill for minutes, and print a table")
-	seed = flag.Uint64("drill-seed", uint64(time.Now().UnixNano()), "of the moments at which things happen")
+	seed = flag.Uint64("drill-seed", uint64(time.Now().UnixNano()), "the seed of the random moments at which disasters happen")
 )
 
-// drillSize is how much there is of it.
+// drillSize is the load and the number of disasters.
 type drillSize struct {
 	rate    int // new connections in a second
-	streams int // that stay open
-	times   int // that it happens
+	streams int // connections that stay open
+	times   int // disasters
 	pause   time.Duration
 }
 
-// drill is something that happens under load, and what it may do to connections.
+// drill is a disaster that happens under load.
 type drill struct {
 	name    string
-	prepare func(*drillScene) // before the daemon is there; may be nil
+	prepare func(*drillScene) // before the daemon starts; may be nil
 	happen  func(*drillScene)
-	// mayReset tells whether the connections may be lost that what was killed had.
+	// mayReset tells whether connections of the killed program may be reset.
 	mayReset func(protocol string) bool
 }
 
@@ -46,8 +46,17 @@ func relayed(p string) bool { return p == "connect" }
 var drills = []drill{
 	{"hand-over", nil, func(s *drillScene) { s.succeed() }, never},
 	{"daemon killed", nil, func(s *drillScene) { s.stake(); s.d.Kill(); s.lasts(); s.start() }, relayed},
-	{"upstream killed", nil, func(s *drillScene) { s.stake(); s.proxy.Kill(); s.lasts(); s.proxy = s.launch() }, always},
-	{"upstream stopped", nil, func(s *drillScene) { s.proxy.Freeze(); s.lasts(); s.proxy.Signal(syscall.SIGCONT) }, never},
+	{"upstream killed", nil, func(s *drillScene) {
+		s.stake()
+		s.proxy.Kill()
+		s.lasts()
+		s.proxy = s.launch()
+	}, always},
+	{"upstream stopped", nil, func(s *drillScene) {
+		s.proxy.Freeze()
+		s.lasts()
+		s.proxy.Signal(syscall.SIGCONT)
+	}, never},
 	{"both killed", nil, func(s *drillScene) {
 		s.stake()
 		s.proxy.Kill()
@@ -63,7 +72,8 @@ var drills = []drill{
 	{"clock jumped", nil, (*drillScene).jumpClock, never},
 }
 
-// TestDrills: what happens to whom. `make drill` has it happen more often, under more load, and prints a table.
+// TestDrills lets each disaster happen once under a light load. `make drill` lets them happen more often, under a heavy load,
+// and prints a table of the connections.
 func TestDrills(t *testing.T) {
 	sizes := map[string]drillSize{
 		"connect": {rate: 40, streams: 8, times: 1, pause: 300 * time.Millisecond},
@@ -77,11 +87,11 @@ func TestDrills(t *testing.T) {
 	} else {
 		t.Parallel()
 	}
-	t.Logf("moments by -drill-seed=%d", *seed)
+	t.Logf("-drill-seed=%d gives the same moments again", *seed)
 	var mu sync.Mutex
 	table := [][]any{{
-		"UPSTREAM", "DRILL", "TIMES", "MADE", "REFUSED", "RESET", "ENDED", "WRONG", "OTHER", "BYPASSED", "LONGEST WAIT", "STREAMS RESET",
-		"RECOVERED IN", "LEAKED NETNS", "DESCRIPTORS", "GOROUTINES", "RSS",
+		"UPSTREAM", "DRILL", "TIMES", "MADE", "REFUSED", "RESET", "ENDED", "WRONG", "OTHER", "BYPASSED",
+		"LONGEST WAIT", "STREAMS RESET", "RECOVERED IN", "LEAKED NETNS", "DESCRIPTORS", "GOROUTINES", "RSS",
 	}}
 	t.Run("all", func(t *testing.T) {
 		for _, protocol := range []string{"connect", "sockets"} {
@@ -90,7 +100,8 @@ func TestDrills(t *testing.T) {
 					if !*long {
 						t.Parallel()
 					}
-					s := newDrillScene(t, protocol, sizes[protocol], rand.New(rand.NewPCG(*seed, uint64(i))), dr.prepare)
+					random := rand.New(rand.NewPCG(*seed, uint64(i)))
+					s := newDrillScene(t, protocol, sizes[protocol], random, dr)
 					row := s.run(dr, protocol)
 					mu.Lock()
 					defer mu.Unlock()
@@ -115,7 +126,7 @@ func printTable(table [][]any) {
 	_ = w.Flush() // to standard output
 }
 
-// run has it happen under load, and wants everything to be as before once the load has gone.
+// run lets the disaster happen under load, and wants everything to be as before when the load has ended.
 func (s *drillScene) run(dr drill, protocol string) []any {
 	t := s.t
 	testbed.Eventually(t, "the upstream is there", s.ready)
@@ -124,13 +135,13 @@ func (s *drillScene) run(dr drill, protocol string) []any {
 	}
 	s.quiet()
 	before := s.state()
-	if *long { // of the memory that a load has needed once, Go keeps some
+	if *long { // Go keeps some of the memory that a load has needed once
 		s.underLoad(dr.happen, 1)
 		before.rss = s.state().rss
 	}
 	s.underLoad(dr.happen, s.size.times)
 	var after drillState
-	testbed.Eventually(t, "nothing is leaked", func() bool { // Go's pool of pipes goes with its garbage
+	testbed.Eventually(t, "nothing is leaked", func() bool { // the collector empties Go's pool of pipes
 		after = s.state()
 		return after.descriptors <= before.descriptors+5 && after.goroutines <= before.goroutines+5
 	})
@@ -144,23 +155,30 @@ func (s *drillScene) run(dr drill, protocol string) []any {
 	if dr.mayReset(protocol) {
 		mayReset = s.atStake
 	}
-	if s.refused.Load() > 0 || s.wrong.Load() > 0 || s.other.Load() > 0 || bypassed > 0 || resets > int64(mayReset) {
-		t.Errorf("of %d connections %d were refused, %d wrong, %d failed otherwise; %d SYNs went around; %d were reset, %d ended, and %d streams were reset, of at most %d that may have been",
-			s.made.Load(), s.refused.Load(), s.wrong.Load(), s.other.Load(), bypassed, s.reset.Load(), s.ended.Load(), s.streamsReset.Load(), mayReset)
+	if s.refused.Load() > 0 || s.wrong.Load() > 0 || s.other.Load() > 0 || bypassed > 0 {
+		t.Errorf("of %d connections %d were refused, %d wrong, %d failed otherwise; %d SYNs bypassed the proxy; want none",
+			s.made.Load(), s.refused.Load(), s.wrong.Load(), s.other.Load(), bypassed)
 	}
-	if ended := s.ended.Load(); ended > 0 && !dr.mayReset("sockets") { // a proxy that is killed ends them as its kernel likes
-		t.Errorf("%d were ended without a reset, as if there were no more to come", ended)
+	if resets > int64(mayReset) {
+		t.Errorf("of %d connections %d were reset and %d ended, and %d streams were reset; want at most %d of all",
+			s.made.Load(), s.reset.Load(), s.ended.Load(), s.streamsReset.Load(), mayReset)
+	}
+	// The kernel ends the connections of a killed proxy with a FIN or a reset.
+	if ended := s.ended.Load(); ended > 0 && !dr.mayReset("sockets") {
+		t.Errorf("%d connections ended without a reset, as if the response were complete", ended)
 	}
 	return []any{
-		protocol, dr.name, s.happened, s.made.Load(), s.refused.Load(), s.reset.Load(), s.ended.Load(), s.wrong.Load(), s.other.Load(), bypassed,
+		protocol, dr.name, s.happened, s.made.Load(), s.refused.Load(), s.reset.Load(), s.ended.Load(), s.wrong.Load(),
+		s.other.Load(), bypassed,
 		time.Duration(s.longest.Load()).Round(time.Millisecond), s.streamsReset.Load(),
 		s.recovery.Round(time.Millisecond), s.leakedNetns(),
-		fmt.Sprintf("%d→%d", before.descriptors, after.descriptors), fmt.Sprintf("%d→%d", before.goroutines, after.goroutines),
+		fmt.Sprintf("%d→%d", before.descriptors, after.descriptors),
+		fmt.Sprintf("%d→%d", before.goroutines, after.goroutines),
 		fmt.Sprintf("%.1f→%.1f MiB", before.rss, after.rss),
 	}
 }
 
-// underLoad has it happen so many times, and returns when nothing of the load is left.
+// underLoad lets the disaster happen so many times, and returns when no connection of the load is left.
 func (s *drillScene) underLoad(happen func(*drillScene), times int) {
 	load, stop := context.WithCancel(context.Background())
 	defer stop()

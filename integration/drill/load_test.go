@@ -14,14 +14,15 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// connect makes short connections at the rate until ctx ends; wg has them to the end of each.
+// connect makes short connections at the rate of the drill until ctx ends. wg waits for the end of each.
 func (s *drillScene) connect(ctx context.Context, wg *sync.WaitGroup) {
 	tick := time.NewTicker(time.Second / time.Duration(s.size.rate))
 	defer tick.Stop()
 	for i := 0; ctx.Err() == nil; i++ {
 		wg.Go(func() {
 			began := time.Now()
-			s.count(testbed.Echo(testbed.Context(s.t), s.pods[i%len(s.pods)].Host, testbed.EchoAddresses[i/len(s.pods)%2], testbed.RandomBytes(100)))
+			host, address := s.pods[i%len(s.pods)].Host, testbed.EchoAddresses[i/len(s.pods)%2]
+			s.count(testbed.Echo(testbed.Context(s.t), host, address, testbed.RandomBytes(100)))
 			for took := int64(time.Since(began)); ; {
 				if was := s.longest.Load(); was >= took || s.longest.CompareAndSwap(was, took) {
 					break
@@ -50,7 +51,7 @@ func (s *drillScene) count(err error) {
 	}
 }
 
-// stream sends and wants back one block after the other on one connection, or on the next when that has ended.
+// stream sends one block after the other on one connection and reads each back. When the connection ends it opens another.
 func (s *drillScene) stream(ctx context.Context, i int) {
 	host, address := s.pods[i%len(s.pods)].Host, testbed.EchoAddresses[i/len(s.pods)%2]
 	for ctx.Err() == nil {
@@ -61,7 +62,7 @@ func (s *drillScene) stream(ctx context.Context, i int) {
 		}
 		block, got := testbed.RandomBytes(16<<10), make([]byte, 16<<10)
 		for n := uint64(0); err == nil && ctx.Err() == nil; n++ {
-			copy(block, strconv.AppendUint(nil, n, 10)) // so that one that comes twice is seen
+			copy(block, strconv.AppendUint(nil, n, 10)) // shows a block that comes twice
 			_ = c.SetDeadline(time.Now().Add(time.Minute))
 			if _, err = c.Write(block); err == nil {
 				_, err = io.ReadFull(c, got)
@@ -84,9 +85,9 @@ func (s *drillScene) stream(ctx context.Context, i int) {
 	}
 }
 
-// quiet waits until nothing of the load is left.
+// quiet waits until no connection of the load is left.
 func (s *drillScene) quiet() {
-	testbed.Eventually(s.t, "nothing waits, and nothing is open", func() bool {
+	testbed.Eventually(s.t, "no connection waits or is open", func() bool {
 		left := 0
 		for _, p := range s.pods {
 			a := s.d.Of(p)

@@ -15,27 +15,29 @@ import (
 type drillScene struct {
 	t      *testing.T
 	size   drillSize
-	random *rand.Rand // for the one goroutine that has things happen
+	random *rand.Rand // only for the goroutine of the test
 	n      *testbed.Node
 	d      *testbed.Daemon
 	proxy  *testbed.Program
 	launch func() *testbed.Program
 	pods   []*testbed.Pod
+	// witnesses is the number of veths that newPod has made.
+	witnesses int
 
 	happened int
-	over     time.Time     // when the last that happened was over
+	over     time.Time     // the end of the last disaster
 	recovery time.Duration // the longest
 
-	// atStake are the connections, and streams, that the daemon or the proxy had when it was killed: no others may be reset.
+	// atStake counts the connections and streams that a killed daemon or proxy had: no others may be reset.
 	atStake int
 
 	made, refused, reset, wrong, other atomic.Int64
-	ended                              atomic.Int64 // as if the server had no more to say
+	ended                              atomic.Int64 // without a reset, before the echo was complete
 	streamsReset                       atomic.Int64
 	longest                            atomic.Int64 // ns, from connect to the echo
 }
 
-func newDrillScene(t *testing.T, protocol string, size drillSize, random *rand.Rand, prepare func(*drillScene)) *drillScene {
+func newDrillScene(t *testing.T, protocol string, size drillSize, random *rand.Rand, dr drill) *drillScene {
 	s := &drillScene{t: t, size: size, random: random}
 	binaries := testbed.Binaries(t)
 	if *long { // drill the binaries that people run
@@ -48,37 +50,40 @@ func newDrillScene(t *testing.T, protocol string, size drillSize, random *rand.R
 	s.n.SetProtocol(protocol)
 	if protocol == "sockets" {
 		s.launch = func() *testbed.Program { return s.n.LaunchAddon("--set", "ignore_hosts=.*", "--quiet") }
-		if *long { // mitmdump bears a tenth of the load
-			s.launch = func() *testbed.Program { return s.n.StartConnectProxy("-quiet", "-sockets", s.n.ProxySocket()) }
+		if *long { // mitmdump can serve a tenth of the load
+			s.launch = func() *testbed.Program {
+				return s.n.StartConnectProxy("-quiet", "-sockets", s.n.ProxySocket())
+			}
 		}
 	} else {
 		s.launch = func() *testbed.Program { return s.n.StartConnectProxy("-quiet") }
 	}
-	s.n.Exec("sysctl", "-qw", "net.ipv4.tcp_tw_reuse=1") // the proxy has ports for less than a minute of this otherwise
+	// Without it the proxy would run out of ports in less than a minute.
+	s.n.Exec("sysctl", "-qw", "net.ipv4.tcp_tw_reuse=1")
 	s.n.LogLevel = "INFO"
 	s.n.Config["metricsAddress"] = "127.0.0.1:15090"
 	s.n.ServeEcho()
-	if prepare != nil {
-		prepare(s)
+	if dr.prepare != nil {
+		dr.prepare(s)
 	}
 	s.proxy = s.launch()
 	s.start()
-	testbed.Eventually(t, "the daemon is ready", func() bool { return s.d.Status().NotReady == "" }) // it has installed itself
-	for i := range 4 {                                                                               // an address has ports for some 28,000 connections that have ended
+	testbed.Eventually(t, "the daemon has installed itself", func() bool { return s.d.Status().NotReady == "" })
+	for i := range 4 { // one address has ports for some 28,000 connections in TIME_WAIT
 		s.pods = append(s.pods, s.addPod("pod"+strconv.Itoa(i)))
 	}
 	return s
 }
 
-// pause is as long as chance has it.
+// pause sleeps for a random time.
 func (s *drillScene) pause() {
 	time.Sleep(s.size.pause/2 + time.Duration(s.random.Int64N(int64(s.size.pause))))
 }
 
-// lasts is while something goes on that is over then.
+// lasts lets a disaster go on for a random time, and then it is over.
 func (s *drillScene) lasts() { s.pause(); s.over = time.Now() }
 
-// stake notes what there is to lose, with what comes in the time that it takes to ask.
+// stake counts the connections that may be lost, with those that begin while it asks.
 func (s *drillScene) stake() {
 	s.atStake += s.size.rate/4 + 4
 	for _, p := range s.pods {
@@ -93,8 +98,8 @@ func (s *drillScene) succeed() { s.d = s.n.HandOver(s.d) }
 
 func (s *drillScene) ready() bool { return s.d.Status().Upstream.Ready }
 
-// recovered waits until the upstream is ready and a new connection of every pod, over both families, has been answered:
-// the time to recover is how long that takes from when what happened was over.
+// recovered waits until the upstream is ready and a new connection of every pod has been answered over both families. The
+// time to recover is from the end of the disaster until then.
 func (s *drillScene) recovered() {
 	testbed.Eventually(s.t, "the upstream is there again", s.ready)
 	var hosts []*testbed.Host
@@ -108,8 +113,8 @@ func (s *drillScene) recovered() {
 	s.recovery = max(s.recovery, time.Since(s.over))
 }
 
-// addPod adds a pod, and a veth that ends in it: the kernel takes away the end on the node when the netns is really
-// gone, whoever deletes it, and not while somebody holds a socket or a descriptor of it.
+// addPod adds a pod, and a veth that ends in it, as a witness: the kernel removes the end on the node when the netns is
+// really gone, and not while a process holds a socket or a descriptor of it.
 func (s *drillScene) addPod(name string) *testbed.Pod {
 	s.t.Helper()
 	p := s.newPod(name)
@@ -122,13 +127,14 @@ func (s *drillScene) addPod(name string) *testbed.Pod {
 // newPod is addPod without ADD.
 func (s *drillScene) newPod(name string) *testbed.Pod {
 	p := s.n.NewPod(name)
-	s.n.IP("link", "add", witness+name, "type", "veth", "peer", "name", "witness", "netns", p.Host.Name)
+	s.witnesses++ // the kernel takes its time to remove one, so a pod of the same name needs another
+	s.n.IP("link", "add", witness+strconv.Itoa(s.witnesses), "type", "veth", "peer", "name", "witness", "netns", p.Host.Name)
 	return p
 }
 
 const witness = "witness-"
 
-// removePod ends a pod as a runtime does.
+// removePod removes a pod as a runtime does.
 func (s *drillScene) removePod(p *testbed.Pod) {
 	s.t.Helper()
 	if err := p.Del(); err != nil {
@@ -137,7 +143,7 @@ func (s *drillScene) removePod(p *testbed.Pod) {
 	p.Delete()
 }
 
-// leakedNetns waits for the netns of all pods to go; how many stay is asked for at the end of that.
+// leakedNetns waits until the netns of all pods are gone, and returns how many are left.
 func (s *drillScene) leakedNetns() (left int) {
 	s.t.Helper()
 	testbed.Eventually(s.t, "the netns of every pod is gone", func() bool {
@@ -147,7 +153,7 @@ func (s *drillScene) leakedNetns() (left int) {
 	return left
 }
 
-// drillState is what a daemon may leak.
+// drillState is the resources that a daemon may leak.
 type drillState struct {
 	descriptors, goroutines int
 	rss                     float64 // MiB
@@ -168,9 +174,12 @@ func (s *drillScene) state() drillState {
 		return 0
 	}
 	var state drillState
-	testbed.Eventually(s.t, "the metrics are served", func() bool { // by the daemon that took over, in a moment
+	testbed.Eventually(s.t, "the metrics are served", func() bool { // a daemon that took over waits for their port
 		text, err := testbed.Get(testbed.Context(s.t), c, "http://127.0.0.1:15090/metrics")
-		state = drillState{int(value(text, "process_open_fds")), int(value(text, "go_goroutines")), value(text, "process_resident_memory_bytes") / (1 << 20)}
+		state = drillState{
+			int(value(text, "process_open_fds")), int(value(text, "go_goroutines")),
+			value(text, "process_resident_memory_bytes") / (1 << 20),
+		}
 		return err == nil && state.goroutines > 0
 	})
 	return state
