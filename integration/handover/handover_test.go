@@ -13,7 +13,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestHandOverLosesNothing: not a connection that waits, not one that is relayed, and not one that is made meanwhile.
+// TestHandOverLosesNothing: no connection that waits, none that is relayed, and none that is made meanwhile.
 func TestHandOverLosesNothing(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -44,12 +44,12 @@ func TestHandOverLosesNothing(t *testing.T) {
 		t.Errorf("a new connection: %v", err)
 	}
 	if before.Ended() {
-		t.Error("it ended while it had a connection to relay")
+		t.Error("the retired daemon ended while it had a connection to relay")
 	}
 	if err := open.Close(); err != nil {
 		t.Fatal(err)
 	}
-	testbed.Eventually(t, "it ends with the last of its connections", before.Ended)
+	testbed.Eventually(t, "the retired daemon ends with its last connection", before.Ended)
 	if got := int(seen.Load()); got != 302 {
 		t.Errorf("the destination saw %d connections, want 302", got)
 	}
@@ -59,7 +59,7 @@ func TestHandOverLosesNothing(t *testing.T) {
 	d.Stop()
 }
 
-// TestHandOversUnderLoad: somebody connects at every moment of them, and nobody notices.
+// TestHandOversUnderLoad: clients connect all the time, and no connection fails.
 func TestHandOversUnderLoad(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -93,9 +93,9 @@ func TestHandOversUnderLoad(t *testing.T) {
 	}
 }
 
-// TestWhatWasHandedOverEndsWithItsPod: the daemon that has handed over learns from nobody that the pod is gone, and what
-// it still relays would hold the pod's netns.
-func TestWhatWasHandedOverEndsWithItsPod(t *testing.T) {
+// TestRetiredDaemonEndsWithItsLastPod: the runtime does not tell a daemon that has handed over that a pod is deleted, but
+// the connections that it still relays would keep the pod's netns alive.
+func TestRetiredDaemonEndsWithItsLastPod(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.ServeEcho()
@@ -109,11 +109,11 @@ func TestWhatWasHandedOverEndsWithItsPod(t *testing.T) {
 		t.Fatalf("DEL: %v", testbed.Describe(err))
 	}
 	pod.Delete()
-	testbed.Eventually(t, "it ends with the last of its pods", before.Ended)
+	testbed.Eventually(t, "the retired daemon ends with its last pod", before.Ended)
 }
 
-// TestHandOverToOneThatDies: the old daemon goes on as if nothing had been asked.
-func TestHandOverToOneThatDies(t *testing.T) {
+// TestHandOverToADaemonThatDies: the old daemon goes on as if it had not been asked for its listeners.
+func TestHandOverToADaemonThatDies(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.ServeEcho()
@@ -126,7 +126,8 @@ func TestHandOverToOneThatDies(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := io.WriteString(c, "POST /v1/handover HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: sluice-handover/1\r\n\r\n"); err != nil {
+	const request = "POST /v1/handover HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: sluice-handover/1\r\n\r\n"
+	if _, err := io.WriteString(c, request); err != nil {
 		t.Fatal(err)
 	}
 	oob := make([]byte, 1024)
@@ -159,9 +160,9 @@ func TestHandOverToOneThatDies(t *testing.T) {
 	}
 }
 
-// TestRetiredAndToldToEnd, as kubelet does with the pod of the daemon that has handed over: what it has accepted waits on
-// for the upstream.
-func TestRetiredAndToldToEnd(t *testing.T) {
+// TestRetiredDaemonThatIsTerminated: kubelet terminates the pod of a daemon that has handed over. The connections that it
+// has accepted still wait for the upstream.
+func TestRetiredDaemonThatIsTerminated(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.ServeEcho()
@@ -171,7 +172,9 @@ func TestRetiredAndToldToEnd(t *testing.T) {
 	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 2, testbed.RandomBytes(100), pod.Host), 2)
 	proxy.Freeze()
 	outcome := testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(100), pod.Host)
-	testbed.Eventually(t, "the daemon has accepted them", func() bool { return d.Of(pod).Waiting == 10 && pod.Host.Queued() == 0 })
+	testbed.Eventually(t, "the daemon has accepted them", func() bool {
+		return d.Of(pod).Waiting == 10 && pod.Queued() == 0
+	})
 	proxy.Kill()
 	testbed.Eventually(t, "the upstream is late", func() bool { return !d.Status().Upstream.Ready })
 	n.HandOver(d)
@@ -179,5 +182,5 @@ func TestRetiredAndToldToEnd(t *testing.T) {
 	testbed.WantPending(t, outcome)
 	n.StartConnectProxy()
 	testbed.WantServed(t, outcome, 10)
-	testbed.Eventually(t, "it ends", d.Ended)
+	testbed.Eventually(t, "the retired daemon ends", d.Ended)
 }

@@ -39,9 +39,9 @@ func TestConnectionsWaitForAKilledDaemon(t *testing.T) {
 	}
 }
 
-// TestKilledDaemonResetsWhatItRelayed: an app must not take what it has got so far for all there is. What is
-// opened meanwhile waits.
-func TestKilledDaemonResetsWhatItRelayed(t *testing.T) {
+// TestKilledDaemonResetsRelayedConnections: an app must not take the bytes so far for the whole response. Connections
+// that are opened meanwhile wait.
+func TestKilledDaemonResetsRelayedConnections(t *testing.T) {
 	t.Parallel()
 	for _, end := range []struct {
 		name string
@@ -71,9 +71,9 @@ func TestKilledDaemonResetsWhatItRelayed(t *testing.T) {
 	}
 }
 
-// TestRestartsRefuseNobody: somebody connects at every moment of them. What an old daemon had accepted, or
-// what waited in its accept queue, may be reset; no connect fails.
-func TestRestartsRefuseNobody(t *testing.T) {
+// TestRestartsRefuseNoConnection: clients connect all the time. Connections that an old daemon had accepted, or that waited
+// in its accept queue, may be reset; no connect fails.
+func TestRestartsRefuseNoConnection(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.ServeEcho()
@@ -83,7 +83,7 @@ func TestRestartsRefuseNobody(t *testing.T) {
 
 	ctx := testbed.Context(t)
 	stop := make(chan struct{})
-	outcomes := make(chan error, 1<<16) // more than there will be
+	outcomes := make(chan error, 1<<16) // more than the test has
 	const callers = 4
 	done := make(chan struct{}, callers)
 	for i := range callers {
@@ -113,7 +113,7 @@ func TestRestartsRefuseNobody(t *testing.T) {
 	}
 }
 
-// wellAgain returns after a number of new successes in a row, and wants nothing but resets before them.
+// wellAgain returns after 50 new successes in a row. It accepts no error but a reset before them.
 func wellAgain(t *testing.T, outcomes <-chan error) {
 	t.Helper()
 	for row := -len(outcomes); row < 50; row++ {
