@@ -1,12 +1,10 @@
 package drill
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strconv"
@@ -21,9 +19,9 @@ import (
 
 var sluiceEntry = regexp.MustCompile(`"type":\s*"sluice"`)
 
-// clobberConflist writes the chain without sluice, in every way that other installers do. Running pods notice nothing, and
-// sluice comes back. A new daemon then starts its backoff anew: one Keeper gives way to a program that undoes its work
-// again and again.
+// clobberConflist writes the chain without sluice, in every way that other installers do. Running pods notice nothing,
+// and sluice comes back. A new daemon then starts its backoff anew: one Keeper gives way to a program that undoes its
+// work again and again.
 func (s *drillScene) clobberConflist() {
 	file, bare := s.n.ConfFile(), s.n.Primary()
 	write := func(data []byte) {
@@ -63,7 +61,7 @@ func (s *drillScene) clobberConflist() {
 func (s *drillScene) comesAndGoes(name string) {
 	s.t.Helper()
 	p := s.addPod(name)
-	testbed.WantServed(s.t, testbed.Echoes(testbed.Context(s.t), 2, testbed.RandomBytes(100), p.Host), 2)
+	testbed.EchoAll(s.t, 2, 100, p.Host)
 	if state := s.d.Of(p).State; state != attach.Captured {
 		s.t.Errorf("%s is %s", p, state)
 	}
@@ -83,8 +81,8 @@ func (s *drillScene) mountStateDir() {
 	})
 }
 
-// fillDisk leaves no free byte under the state directory. ADD fails then and leaves nothing behind; DEL, hand-over and a
-// start after a kill succeed.
+// fillDisk leaves no free byte under the state directory. ADD fails then and leaves nothing behind; DEL, hand-over and
+// a start after a kill succeed.
 func (s *drillScene) fillDisk() {
 	full := filepath.Join(s.n.StateDir(), "full")
 	fill := func() {
@@ -122,9 +120,9 @@ func (s *drillScene) fillDisk() {
 	s.comesAndGoes("after")
 }
 
-// useUpDescriptors leaves the daemon a few descriptors, makes it use them, and then gives it more again. Connections that
-// the daemon cannot accept wait in the kernel; those that it cannot bring to the upstream wait in the daemon. For a proxy
-// that runs out of descriptors see TestProxyWithFewDescriptors.
+// useUpDescriptors leaves the daemon a few descriptors, makes it use them, and then gives it more again. Connections
+// that the daemon cannot accept wait in the kernel; those that it cannot bring to the upstream wait in the daemon. For
+// a proxy that runs out of descriptors see TestProxyWithFewDescriptors.
 func (s *drillScene) useUpDescriptors() {
 	pid := s.d.Pid()
 	limit := func(now, was *unix.Rlimit) {
@@ -143,7 +141,8 @@ func (s *drillScene) useUpDescriptors() {
 		if err != nil {
 			s.t.Fatal(err)
 		}
-		few.Cur = min(few.Cur, uint64(len(used))+4) // there are hardly any gaps: the kernel takes the lowest free number
+		// There are hardly any gaps, since the kernel takes the lowest free number.
+		few.Cur = min(few.Cur, uint64(len(used))+4)
 		limit(&few, nil)
 		c, err := net.Dial("unix", s.n.AgentSocket())
 		if err != nil {
@@ -159,8 +158,8 @@ func (s *drillScene) useUpDescriptors() {
 	}
 }
 
-// fillConntrack fills the conntrack table of one pod: the limit is the same for all netns, and each is counted by itself.
-// The kernel then drops the first packet of a connection, so that none leaves the pod without a look at nat.
+// fillConntrack fills the conntrack table of one pod: the limit is the same for all netns, and each is counted by
+// itself. The kernel then drops the first packet of a connection, so that none leaves the pod without a look at nat.
 func (s *drillScene) fillConntrack() {
 	pod := s.pods[0].Host
 	dropped := func() (n int) {
@@ -175,21 +174,15 @@ func (s *drillScene) fillConntrack() {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	var flows bytes.Buffer
-	for i := range limit { // assured: the next connection would push out another entry
-		const entry = "-A -s 192.0.2.%d -d 192.0.2.255 -p udp --sport %d --dport 9 -t 600 -u SEEN_REPLY,ASSURED\n"
-		fmt.Fprintf(&flows, entry, i>>16, i&0xffff)
-	}
-	load := exec.Command("conntrack", "--load-file", "-")
-	load.Stdin = &flows
-	if err := pod.Start(load); err != nil {
+	if err := fillTable(pod, limit); err != nil {
 		s.t.Fatal(err)
 	}
-	err = load.Wait() // it fails at the last entries: the connections of the load have some
-	testbed.Eventually(s.t, fmt.Sprintf("the table is full (%v)", err), func() bool { return dropped() > before })
+	testbed.Eventually(s.t, "the table is full", func() bool { return dropped() > before })
 	s.pause()
+	if err := emptyTable(pod); err != nil {
+		s.t.Fatal(err)
+	}
 	testbed.Eventually(s.t, "the table has room again", func() bool {
-		_, _ = pod.TryExec("conntrack", "--delete", "--proto", "udp") // it stops at an entry that is gone meanwhile
 		used, err := strconv.Atoi(strings.TrimSpace(pod.Exec("conntrack", "--count")))
 		return err == nil && used < limit/2
 	})

@@ -17,7 +17,7 @@ import (
 
 var (
 	long = flag.Bool("drill", false, "drill for minutes, and print a table")
-	seed = flag.Uint64("drill-seed", uint64(time.Now().UnixNano()), "the seed of the random moments at which disasters happen")
+	seed = flag.Uint64("drill-seed", uint64(time.Now().UnixNano()), "the seed of the random moments of disasters")
 )
 
 // drillSize is the load and the number of disasters.
@@ -72,8 +72,8 @@ var drills = []drill{
 	{"clock jumped", nil, (*drillScene).jumpClock, never},
 }
 
-// TestDrills lets each disaster happen once under a light load. `make drill` lets them happen more often, under a heavy load,
-// and prints a table of the connections.
+// TestDrills lets each disaster happen once under a light load. `make drill` lets them happen more often, under a heavy
+// load, and prints a table of the connections.
 func TestDrills(t *testing.T) {
 	sizes := map[string]drillSize{
 		"connect": {rate: 40, streams: 8, times: 1, pause: 300 * time.Millisecond},
@@ -131,7 +131,7 @@ func (s *drillScene) run(dr drill, protocol string) []any {
 	t := s.t
 	testbed.Eventually(t, "the upstream is there", s.ready)
 	for _, p := range s.pods { // all code has run once
-		testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 4, testbed.RandomBytes(100), p.Host), 4)
+		testbed.EchoAll(t, 4, 100, p.Host)
 	}
 	s.quiet()
 	before := s.state()
@@ -156,7 +156,7 @@ func (s *drillScene) run(dr drill, protocol string) []any {
 		mayReset = s.atStake
 	}
 	if s.refused.Load() > 0 || s.wrong.Load() > 0 || s.other.Load() > 0 || bypassed > 0 {
-		t.Errorf("of %d connections %d were refused, %d wrong, %d failed otherwise; %d SYNs bypassed the proxy; want none",
+		t.Errorf("of %d connections %d were refused, %d wrong, %d failed otherwise; %d SYNs bypassed; want none",
 			s.made.Load(), s.refused.Load(), s.wrong.Load(), s.other.Load(), bypassed)
 	}
 	if resets > int64(mayReset) {

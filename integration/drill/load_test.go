@@ -51,7 +51,8 @@ func (s *drillScene) count(err error) {
 	}
 }
 
-// stream sends one block after the other on one connection and reads each back. When the connection ends it opens another.
+// stream sends one block after the other on one connection and reads each back. When the connection ends it opens
+// another.
 func (s *drillScene) stream(ctx context.Context, i int) {
 	host, address := s.pods[i%len(s.pods)].Host, testbed.EchoAddresses[i/len(s.pods)%2]
 	for ctx.Err() == nil {

@@ -98,15 +98,15 @@ func (s *drillScene) succeed() { s.d = s.n.HandOver(s.d) }
 
 func (s *drillScene) ready() bool { return s.d.Status().Upstream.Ready }
 
-// recovered waits until the upstream is ready and a new connection of every pod has been answered over both families. The
-// time to recover is from the end of the disaster until then.
+// recovered waits until the upstream is ready and a new connection of every pod has been answered over both families.
+// The time to recover is from the end of the disaster until then.
 func (s *drillScene) recovered() {
 	testbed.Eventually(s.t, "the upstream is there again", s.ready)
 	var hosts []*testbed.Host
 	for _, p := range s.pods {
 		hosts = append(hosts, p.Host)
 	}
-	outcome := testbed.Echoes(testbed.Context(s.t), 2, testbed.RandomBytes(100), hosts...)
+	outcome := testbed.Echoes(s.t, 2, 100, hosts...)
 	for range 2 * len(hosts) {
 		s.count(<-outcome)
 	}
@@ -128,7 +128,8 @@ func (s *drillScene) addPod(name string) *testbed.Pod {
 func (s *drillScene) newPod(name string) *testbed.Pod {
 	p := s.n.NewPod(name)
 	s.witnesses++ // the kernel takes its time to remove one, so a pod of the same name needs another
-	s.n.IP("link", "add", witness+strconv.Itoa(s.witnesses), "type", "veth", "peer", "name", "witness", "netns", p.Host.Name)
+	link := witness + strconv.Itoa(s.witnesses)
+	s.n.IP("link", "add", link, "type", "veth", "peer", "name", "witness", "netns", p.Host.Name)
 	return p
 }
 
