@@ -25,7 +25,8 @@ build: ## Build bin/sluice (the CNI plugin) and bin/sluiced (the daemon), static
 
 test: build ## * Run the unit and integration tests under the race detector
 	integration/setup.sh test
-	CGO_ENABLED=1 go test -race -timeout 20m ./...
+	@# By default a program with the race detector sleeps for a second at its end, and there are 25 packages of tests.
+	CGO_ENABLED=1 GORACE=atexit_sleep_ms=100 go test -race -timeout 20m ./...
 
 fuzz: ## Run each fuzz target for FUZZTIME (default 20s)
 	@set -e; for file in $$(grep -rl --include='*_test.go' '^func Fuzz' $(GODIRS)); do \

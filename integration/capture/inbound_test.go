@@ -14,7 +14,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// gatewayIPv4 and gatewayIPv6 are where a pod sees what the node and its proxy connect from.
+// gatewayIPv4 and gatewayIPv6 are the addresses that a pod sees connections of the node and of its proxy come from.
 const (
 	gatewayIPv4 = "10.88.0.1"
 	gatewayIPv6 = "fd00:88::1"
@@ -26,7 +26,7 @@ const (
 	plainPort   = "9090"
 )
 
-// addServer adds a pod that serves at both ports, and whose inbound one is captured.
+// addServer adds a pod that serves at both ports. Its inbound port is captured.
 func addServer(t *testing.T, n *testbed.Node, f testbed.Flavour) *testbed.Pod {
 	t.Helper()
 	pod := f.AddPod(t, n, "web", n.Annotated(map[string]string{"sluice.dev/capture-inbound-ports": "80, 8000-8999"}))
@@ -36,9 +36,11 @@ func addServer(t *testing.T, n *testbed.Node, f testbed.Flavour) *testbed.Pod {
 	return pod
 }
 
-// callers connects to the inbound port of pod, count times, over both families in turn; the channel gives an outcome for each:
-// an error unless the server saw the connection come from one of these.
-func callers(t *testing.T, h *testbed.Host, pod *testbed.Pod, count int, fromIPv4, fromIPv6 string) <-chan error {
+// callers connects to the inbound port of pod, count times, over IPv4 and IPv6 in turn. The channel gets an outcome for
+// each: an error unless the server saw the connection come from one of the two addresses.
+func callers(
+	t *testing.T, h *testbed.Host, pod *testbed.Pod, count int, fromIPv4, fromIPv6 string,
+) <-chan error {
 	t.Helper()
 	outcome := make(chan error, count)
 	for i := range count {
@@ -57,8 +59,8 @@ func callers(t *testing.T, h *testbed.Host, pod *testbed.Pod, count int, fromIPv
 	return outcome
 }
 
-// TestInbound: the ports that a pod names are captured for whoever connects from outside, all others are not, and
-// neither is the node.
+// TestInbound: the ports that a pod names are captured for connections from outside. Other ports are not, and neither
+// are connections of the node.
 func TestInbound(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
@@ -70,7 +72,8 @@ func TestInbound(t *testing.T) {
 			pod, other := addServer(t, n, f), n.AddBystander()
 			d.WaitForProxies(1, 1)
 			for _, family := range []struct{ pod, gateway, world, other string }{
-				{pod.IPv4, gatewayIPv4, testbed.WorldIPv4, other.IPv4}, {pod.IPv6, gatewayIPv6, testbed.WorldIPv6, other.IPv6},
+				{pod.IPv4, gatewayIPv4, testbed.WorldIPv4, other.IPv4},
+				{pod.IPv6, gatewayIPv6, testbed.WorldIPv6, other.IPv6},
 			} {
 				for _, from := range []struct {
 					host *testbed.Host
@@ -79,13 +82,15 @@ func TestInbound(t *testing.T) {
 					testbed.WantCaller(t, from.host, net.JoinHostPort(family.pod, plainPort), from.ip)
 					testbed.WantCaller(t, from.host, net.JoinHostPort(family.pod, inboundPort), family.gateway)
 					flow := fmt.Sprintf("tcp from %s of default/web uid-web inbound comment default/web", from.ip)
-					testbed.Eventually(t, "the flow is there", func() bool { return strings.Contains(proxy.Log(), flow) })
+					testbed.Eventually(t, "the flow is there", func() bool {
+						return strings.Contains(proxy.Log(), flow)
+					})
 				}
 				testbed.WantCaller(t, n.Host, net.JoinHostPort(family.pod, inboundPort), family.gateway)
 				testbed.WantCaller(t, pod.Host, net.JoinHostPort(family.pod, inboundPort), family.pod)
 			}
 			if flows := strings.Count(proxy.Log(), "of default/web"); flows != 4 {
-				t.Errorf("got %d flows, want 4: those of the node and of the pod itself are not captured", flows)
+				t.Errorf("got %d flows, want 4: connections of the node and of the pod itself are not captured", flows)
 			}
 			if err := pod.Check(); err != nil {
 				t.Errorf("CHECK: %v", testbed.Describe(err))
@@ -106,7 +111,7 @@ func TestInbound(t *testing.T) {
 	}
 }
 
-// TestInboundWaits: for the proxy and for the daemon, while the node still gets through.
+// TestInboundWaits for the proxy and for the daemon, while connections of the node pass.
 func TestInboundWaits(t *testing.T) {
 	t.Parallel()
 	for _, protocol := range []string{"connect", "sockets"} {
@@ -125,7 +130,7 @@ func TestInboundWaits(t *testing.T) {
 			testbed.WantServed(t, outcome, count)
 
 			proxy.Kill()
-			testbed.Eventually(t, "the proxy is missed", func() bool { return !d.Status().Upstream.Ready })
+			testbed.Eventually(t, "the daemon misses the proxy", func() bool { return !d.Status().Upstream.Ready })
 			outcome = connect()
 			testbed.Eventually(t, "all of them wait again", func() bool { return d.Waiting(pod) == count })
 			d = n.HandOver(d)
@@ -144,8 +149,8 @@ func TestInboundWaits(t *testing.T) {
 	}
 }
 
-// TestInboundThroughAProxyInAPod: its own connections to pods come from its own address, which is known before it has
-// anything to accept on; so what has waited for it does not come back to it.
+// TestInboundThroughAProxyInAPod: the connections of the proxy to pods come from its own address. The daemon knows the
+// address before it hands over a listener, so a connection that waited for the proxy does not come back to it.
 func TestInboundThroughAProxyInAPod(t *testing.T) {
 	t.Parallel()
 	n := testbed.NewWith(t, "sockets")
@@ -155,17 +160,17 @@ func TestInboundThroughAProxyInAPod(t *testing.T) {
 	const count = 20
 	outcome := callers(t, n.World, pod, count, home.IPv4, home.IPv6)
 	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == count })
-	proxy := testbed.Launch(home.Host, "mitmdump", append(testbed.RawTCP, "--set", "confdir="+n.Confdir(), "--set", "server=false",
-		"--set", "sluice_socket="+n.ProxySocket(), "-s", testbed.Addon(t))...)
+	proxy := testbed.Launch(home.Host, "mitmdump", append(testbed.RawTCP, "--set", "confdir="+n.Confdir(),
+		"--set", "server=false", "--set", "sluice_socket="+n.ProxySocket(), "-s", testbed.Addon(t))...)
 	testbed.WantServed(t, outcome, count)
 	if strings.Contains(proxy.Log(), "itself has made it") {
-		t.Error("some have come back")
+		t.Error("connections have come back to the proxy")
 	}
 }
 
-// TestInboundDoesNotGoRound: what the node connects to the pod is not captured, and if it is all the same, it goes no
-// further. The proxy's own connection would come back to it for ever.
-func TestInboundDoesNotGoRound(t *testing.T) {
+// TestInboundMakesNoLoop: connections of the node to the pod are not captured. If the pod's rules capture one all the
+// same, it ends: the proxy's own connection would come back to it for ever.
+func TestInboundMakesNoLoop(t *testing.T) {
 	t.Parallel()
 	for _, protocol := range []string{"connect", "sockets"} {
 		t.Run(protocol, func(t *testing.T) {
@@ -174,7 +179,7 @@ func TestInboundDoesNotGoRound(t *testing.T) {
 			proxy := n.StartUpstream()
 			d := n.StartDaemon()
 			pod := addServer(t, n, testbed.Flavours[0])
-			comesBack := func(want int) func() bool {
+			loops := func(want int) func() bool {
 				return func() bool { return strings.Count(proxy.Log()+d.Log(), "itself has made it") == want }
 			}
 			want := 0
@@ -185,28 +190,30 @@ func TestInboundDoesNotGoRound(t *testing.T) {
 			} {
 				address := net.JoinHostPort(family.pod, inboundPort)
 				testbed.WantCaller(t, n.Host, address, family.gateway)
-				pod.Exec(tool, "-t", "nat", "-D", "SLUICE_PREROUTING", "-i", "eth0", "-s", family.gateway, "-j", "RETURN")
-				if heard, err := n.Host.Caller(testbed.Context(t), address); heard != "" || errors.Is(err, os.ErrDeadlineExceeded) {
-					t.Errorf("from the node: got %q, %v; want the connection to end", heard, err)
+				pod.Exec(tool, "-t", "nat", "-D", "SLUICE_PREROUTING", "-i", "eth0", "-s", family.gateway,
+					"-j", "RETURN")
+				got, err := n.Caller(testbed.Context(t), address)
+				if got != "" || errors.Is(err, os.ErrDeadlineExceeded) {
+					t.Errorf("from the node: got %q, %v; want the connection to end", got, err)
 				}
 				c, err := n.World.Dial(testbed.Context(t), "tcp", address)
 				if err == nil {
-					defer c.Close() //nolint:errcheck // mitmproxy waits for something to be said on it
-				} else if !errors.Is(err, syscall.ECONNRESET) { // as soon as that
+					defer c.Close() //nolint:errcheck // mitmproxy waits for its first bytes
+				} else if !errors.Is(err, syscall.ECONNRESET) { // the reset may come before connect returns
 					t.Fatal(err)
 				}
 				want += 2
-				testbed.Eventually(t, "the node's connection has come back, and the proxy's own", comesBack(want))
+				testbed.Eventually(t, "the daemon ends the connections of the node and of the proxy", loops(want))
 			}
 			testbed.WantCaller(t, pod.Host, net.JoinHostPort(pod.IPv4, inboundPort), pod.IPv4)
-			if !comesBack(want)() {
-				t.Error("it went round more than once")
+			if !loops(want)() {
+				t.Error("a connection has come back more than once")
 			}
 		})
 	}
 }
 
-// TestInboundThroughARelay: the proxy is told which way it is, and who has connected.
+// TestInboundThroughARelay: the request to the proxy names the direction and the source.
 func TestInboundThroughARelay(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -236,13 +243,14 @@ func TestInboundThroughARelay(t *testing.T) {
 	}
 }
 
-// TestDirectInbound: what is sent to the pod gets to it too.
-func TestDirectInbound(t *testing.T) {
+// TestInboundGoesDirect: the policy direct holds for inbound connections too.
+func TestInboundGoesDirect(t *testing.T) {
 	t.Parallel()
 	n := testbed.NewWith(t, "sockets")
 	n.StartDaemon()
 	annotations := map[string]string{
-		"sluice.dev/when-late": "direct", "sluice.dev/late-timeout": "1s", "sluice.dev/capture-inbound-ports": inboundPort,
+		"sluice.dev/when-late": "direct", "sluice.dev/late-timeout": "1s",
+		"sluice.dev/capture-inbound-ports": inboundPort,
 	}
 	pod := testbed.Flavours[0].AddPod(t, n, "web", n.Annotated(annotations))
 	pod.Host.ServeCaller(":" + inboundPort)

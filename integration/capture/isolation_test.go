@@ -9,9 +9,8 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestCapturePortIsNoWayIn: port 15001 takes what was redirected to it and nothing else, whoever asks and
-// whether the daemon is there or not.
-func TestCapturePortIsNoWayIn(t *testing.T) {
+// TestCapturePortTakesOnlyRedirectedConnections, from any host, whether the daemon is there or not.
+func TestCapturePortTakesOnlyRedirectedConnections(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
 		t.Run(f.Name, func(t *testing.T) {
@@ -32,7 +31,9 @@ func TestCapturePortIsNoWayIn(t *testing.T) {
 					{n.Host, []string{pod.IPv4, pod.IPv6}},
 					{n.World, []string{pod.IPv4, pod.IPv6}},
 					{other.Host, []string{pod.IPv4, pod.IPv6}},
-					{pod.Host, []string{"127.0.0.1", "127.5.5.5", "::1", pod.IPv4, pod.IPv6, "172.30.0.1", "fd00:30::1"}},
+					{pod.Host, []string{
+						"127.0.0.1", "127.5.5.5", "::1", pod.IPv4, pod.IPv6, "172.30.0.1", "fd00:30::1",
+					}},
 					{nested, []string{"172.30.0.1", "fd00:30::1", pod.IPv4, pod.IPv6}},
 				} {
 					for _, a := range c.addresses {
@@ -41,7 +42,7 @@ func TestCapturePortIsNoWayIn(t *testing.T) {
 				}
 				wg.Wait()
 			}
-			// The gate is open, and yet:
+			// The gate is open, so the port would answer.
 			testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
 			knock()
 			if r := proxy.Requests(); len(r) != 1 {
@@ -53,8 +54,8 @@ func TestCapturePortIsNoWayIn(t *testing.T) {
 	}
 }
 
-// TestCapturePortOfAnotherPod: a captured pod that connects to another's capture port gets as far as its own
-// gate, and what the proxy dials on its behalf is nobody's.
+// TestCapturePortOfAnotherPod: a captured pod that connects to the capture port of another gets as far as its own gate.
+// The connection that the proxy makes for it is dropped.
 func TestCapturePortOfAnotherPod(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -71,13 +72,13 @@ func TestCapturePortOfAnotherPod(t *testing.T) {
 		}
 	}
 	if s := d.Of(target); s.Open != 0 || s.Waiting != 0 || s.Bytes != 0 {
-		t.Errorf("the target has %d open and %d waiting connections, and %d bytes; want none", s.Open, s.Waiting, s.Bytes)
+		t.Errorf("the target has %d open and %d waiting connections, %d bytes; want none", s.Open, s.Waiting, s.Bytes)
 	}
 }
 
-// TestDestinationsThatMeanSomethingElseOnTheNode: whatever leads such a connection to the listener, the proxy
-// is never asked for it: it would answer with what the node may see.
-func TestDestinationsThatMeanSomethingElseOnTheNode(t *testing.T) {
+// TestDestinationsOfTheNodeItself: the proxy is never asked for the node's loopback or the cloud metadata service, by
+// whichever rule the connection gets to the listener: it would answer with the rights of the node.
+func TestDestinationsOfTheNodeItself(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.Config["capture"] = map[string]any{"source": "all", "excludeCIDRs": []string{}}
@@ -91,7 +92,7 @@ func TestDestinationsThatMeanSomethingElseOnTheNode(t *testing.T) {
 		{"169.254.170.2:80", ""},
 		{"[fd00:ec2::254]:80", ""},
 		{"[fd20:ce::254]:80", ""},
-		// Never captured; the pod's own rules see to it.
+		// Never captured, except by the pod's own rules.
 		{"127.0.0.1:9999", "iptables -d 127.0.0.1 --dport 9999"},
 		{"127.8.8.8:9999", "iptables -d 127.8.8.8 --dport 9999"},
 		{"[::1]:9999", "ip6tables -d ::1 --dport 9999"},
@@ -113,8 +114,8 @@ func TestDestinationsThatMeanSomethingElseOnTheNode(t *testing.T) {
 	testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
 }
 
-// TestMetadataServiceBehindOwnRules: the same where the addresses are excluded, as by default they are.
-func TestMetadataServiceBehindOwnRules(t *testing.T) {
+// TestMetadataServiceByRulesOfThePod: the same with the addresses excluded, which is the default.
+func TestMetadataServiceByRulesOfThePod(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	proxy := n.StartRecordingProxy(testbed.ProxyAddress)
@@ -130,7 +131,7 @@ func TestMetadataServiceBehindOwnRules(t *testing.T) {
 	}
 }
 
-// redirect adds a rule of the pod's own that leads to the capture port.
+// redirect adds a rule of the pod's own that redirects to the capture port.
 func redirect(pod *testbed.Pod, rule string) {
 	w := strings.Fields(rule)
 	args := append([]string{"-t", "nat", "-I", "OUTPUT", "-p", "tcp"}, w[1:]...)

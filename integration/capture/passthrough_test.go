@@ -9,8 +9,8 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// More addresses of the world: in a CIDR that the daemon's configuration excludes, in one that annotations
-// name, and link-local.
+// More addresses of the world: in a CIDR that the daemon's configuration excludes, in a CIDR that annotations name, and
+// link-local.
 const (
 	excludedIPv4  = "198.51.100.65"
 	excludedIPv6  = "2001:db8:0:0:e::1"
@@ -19,13 +19,13 @@ const (
 	linkLocalIPv4 = "169.254.10.10"
 )
 
-// Whether a connection is captured shows in the address that it comes from.
+// A server knows by the address that a connection comes from whether it is captured.
 const (
 	captured = "captured"
 	straight = "straight"
 )
 
-// newSelectiveNode is a node whose daemon excludes some of the world.
+// newSelectiveNode is a node where the daemon excludes a part of the world.
 func newSelectiveNode(t *testing.T) *testbed.Node {
 	t.Helper()
 	n := testbed.New(t)
@@ -47,8 +47,8 @@ func newSelectiveNode(t *testing.T) *testbed.Node {
 	return n
 }
 
-// excluding is what one pod's annotations make of each destination.
-var excluding = []struct {
+// exclusions are the ways to each destination that follow from the annotations of a pod.
+var exclusions = []struct {
 	name        string
 	annotations map[string]string
 	want        map[string]string // by destination
@@ -66,22 +66,30 @@ var excluding = []struct {
 		testbed.WorldIPv4 + ":443": captured, "[" + testbed.WorldIPv6 + "]:443": captured,
 		testbed.WorldIPv4 + ":8080": straight, "[" + testbed.WorldIPv6 + "]:8080": straight,
 	}},
-	{"exclude-outbound-cidrs adds to it", map[string]string{"exclude-outbound-cidrs": annotatedIPv4 + ", 2001:db8:0:0:a::/80"}, map[string]string{
+	{"exclude-outbound-cidrs adds to it", map[string]string{
+		"exclude-outbound-cidrs": annotatedIPv4 + ", 2001:db8:0:0:a::/80",
+	}, map[string]string{
 		annotatedIPv4 + ":80": straight, "[" + annotatedIPv6 + "]:80": straight,
 		excludedIPv4 + ":80": straight, "[" + excludedIPv6 + "]:80": straight,
 		testbed.WorldIPv4 + ":80": captured, "[" + testbed.WorldIPv6 + "]:80": captured,
 	}},
-	{"include-outbound-ports limits capture", map[string]string{"include-outbound-ports": "443, 9000-9005"}, map[string]string{
+	{"include-outbound-ports limits capture", map[string]string{
+		"include-outbound-ports": "443, 9000-9005",
+	}, map[string]string{
 		testbed.WorldIPv4 + ":80": straight, "[" + testbed.WorldIPv6 + "]:80": straight,
 		testbed.WorldIPv4 + ":443": captured, "[" + testbed.WorldIPv6 + "]:443": captured,
-		testbed.WorldIPv4 + ":9001": straight, // what is excluded wins
+		testbed.WorldIPv4 + ":9001": straight, // an exclusion wins
 	}},
-	{"include-outbound-cidrs limits capture", map[string]string{"include-outbound-cidrs": "198.51.100.128/25,2001:db8:0:0:a::/80"}, map[string]string{
+	{"include-outbound-cidrs limits capture", map[string]string{
+		"include-outbound-cidrs": "198.51.100.128/25,2001:db8:0:0:a::/80",
+	}, map[string]string{
 		testbed.WorldIPv4 + ":80": straight, "[" + testbed.WorldIPv6 + "]:80": straight,
 		annotatedIPv4 + ":80": captured, "[" + annotatedIPv6 + "]:80": captured,
 		annotatedIPv4 + ":8080": straight,
 	}},
-	{"include-outbound-cidrs of one family leaves the other alone", map[string]string{"include-outbound-cidrs": annotatedIPv4}, map[string]string{
+	{"include-outbound-cidrs of one family leaves the other alone", map[string]string{
+		"include-outbound-cidrs": annotatedIPv4,
+	}, map[string]string{
 		annotatedIPv4 + ":80": captured, "[" + annotatedIPv6 + "]:80": straight,
 	}},
 }
@@ -93,7 +101,7 @@ func TestExclusions(t *testing.T) {
 			t.Parallel()
 			n := newSelectiveNode(t)
 			n.StartDaemon()
-			for i, c := range excluding {
+			for i, c := range exclusions {
 				annotations := map[string]string{"example.com/not-ours": "?"}
 				for k, v := range c.annotations {
 					annotations["sluice.dev/"+k] = v
@@ -109,7 +117,8 @@ func TestExclusions(t *testing.T) {
 	}
 }
 
-// caller is who the server at a destination sees: the pod itself, for containers in it too, or the node.
+// caller is the address that the server at a destination sees: the pod's, also for containers in the pod, or the
+// node's.
 func caller(pod *testbed.Pod, destination, way string) string {
 	switch ipv6 := strings.HasPrefix(destination, "["); {
 	case way == captured && ipv6:
@@ -145,8 +154,8 @@ func TestIncludePorts(t *testing.T) {
 	}
 }
 
-// TestPodItself: what stays in the pod is nobody else's business, whether the daemon is there or not.
-func TestPodItself(t *testing.T) {
+// TestTrafficWithinThePod passes through, whether the daemon is there or not.
+func TestTrafficWithinThePod(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
 		t.Run(f.Name, func(t *testing.T) {
@@ -161,7 +170,7 @@ func TestPodItself(t *testing.T) {
 				for _, own := range []string{"127.0.0.1", "::1", pod.IPv4, pod.IPv6} {
 					testbed.WantCaller(t, pod.Host, net.JoinHostPort(own, "8080"), own)
 				}
-				// Into the pod, from outside and from a nested container.
+				// From outside and from a nested container.
 				testbed.WantCaller(t, n.World, net.JoinHostPort(pod.IPv4, "8080"), testbed.WorldIPv4)
 				testbed.WantCaller(t, n.World, net.JoinHostPort(pod.IPv6, "8080"), testbed.WorldIPv6)
 				testbed.WantCaller(t, nested, "172.30.0.1:8080", "172.30.0.2")
@@ -177,7 +186,7 @@ func TestPodItself(t *testing.T) {
 	}
 }
 
-// TestLinkLocal: what only this node can answer goes straight, even before the daemon is there.
+// TestLinkLocal: only this node can answer at these addresses, so they go straight even before the daemon is there.
 func TestLinkLocal(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
@@ -192,7 +201,7 @@ func TestLinkLocal(t *testing.T) {
 				t.Helper()
 				testbed.WantCaller(t, pod.Host, linkLocalIPv4+":80", pod.IPv4)
 				own, index := linkLocalOf(t, pod.Host, "eth0")
-				// The zone by its number: names are looked up in a cache that knows one netns.
+				// The zone by its number: package net looks names up in a cache that knows only one netns.
 				got, err := pod.Host.Caller(testbed.Context(t), fmt.Sprintf("[%s%%%s]:8081", bridge, index))
 				if err != nil || !strings.HasPrefix(got, own) {
 					t.Errorf("connecting to %s: the node saw %q, %v; want %s", bridge, got, err, own)
@@ -205,11 +214,12 @@ func TestLinkLocal(t *testing.T) {
 	}
 }
 
-// linkLocalOf is an interface's fe80:: address, once it may be used, and the interface's number.
+// linkLocalOf waits for an interface's fe80:: address, and returns it with the interface's number.
 func linkLocalOf(t *testing.T, h *testbed.Host, device string) (address, index string) {
 	t.Helper()
 	testbed.Eventually(t, device+" has a link-local address", func() bool {
-		w := strings.Fields(h.Exec("ip", "-6", "-oneline", "addr", "show", "dev", device, "scope", "link", "-tentative"))
+		show := []string{"-6", "-oneline", "addr", "show", "dev", device, "scope", "link", "-tentative"}
+		w := strings.Fields(h.Exec("ip", show...))
 		if len(w) < 4 { // "2: eth0 inet6 fe80::1/64 …"
 			return false
 		}
@@ -220,7 +230,7 @@ func linkLocalOf(t *testing.T, h *testbed.Host, device string) (address, index s
 	return address, index
 }
 
-// TestExcludedInterface: a second network is the pod's own, if it says so.
+// TestExcludedInterface: connections by an interface that an annotation excludes go straight.
 func TestExcludedInterface(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
@@ -238,7 +248,7 @@ func TestExcludedInterface(t *testing.T) {
 			closed := f.AddPod(t, n, "closed", nil)
 			connectDirectly(n, closed, "203.0.113.5", "203.0.113.6")
 			if got, err := closed.Host.Caller(testbed.Context(t), "203.0.113.6:80"); err == nil {
-				t.Errorf("not excluded: the server saw %q; want a reset, for the node knows no way there", got)
+				t.Errorf("not excluded: the server saw %q; want a reset, since the node has no route there", got)
 			}
 			if !proxy.Asked("203.0.113.6:80") {
 				t.Error("not excluded: the proxy was never asked for it")
@@ -247,7 +257,7 @@ func TestExcludedInterface(t *testing.T) {
 	}
 }
 
-// connectDirectly joins pod and world by a link that passes the node by.
+// connectDirectly joins pod and world by a link that does not touch the node.
 func connectDirectly(n *testbed.Node, pod *testbed.Pod, podIP, worldIP string) {
 	peer := "to-" + pod.Name()
 	pod.IP("link", "add", "ext", "type", "veth", "peer", "name", peer, "netns", n.World.Name)
@@ -257,8 +267,8 @@ func connectDirectly(n *testbed.Node, pod *testbed.Pod, podIP, worldIP string) {
 	n.World.IP("link", "set", peer, "up")
 }
 
-// TestUpstreamItself: a pod that uses the proxy of its own accord is not captured on the way there.
-func TestUpstreamItself(t *testing.T) {
+// TestUpstreamIsNotCaptured: a pod may be configured to use the proxy itself.
+func TestUpstreamIsNotCaptured(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
 		t.Run(f.Name, func(t *testing.T) {
@@ -267,7 +277,7 @@ func TestUpstreamItself(t *testing.T) {
 			const upstream = "10.88.0.1:18080"
 			n.Config["upstream"] = map[string]any{"address": upstream, "protocol": "connect"}
 			n.StartDaemon()
-			pod := f.AddPod(t, n, "explicit", nil) // brings the bridge with the address
+			pod := f.AddPod(t, n, "explicit", nil) // makes the bridge with the address
 			proxy := n.StartRecordingProxy(upstream)
 			n.World.ServeCaller(testbed.Web)
 			c, err := pod.Dial(testbed.Context(t), "tcp", upstream)
@@ -276,11 +286,13 @@ func TestUpstreamItself(t *testing.T) {
 			}
 			defer c.Close() //nolint:errcheck // read to its end
 			fmt.Fprintf(c, "CONNECT %s HTTP/1.1\r\nHost: %s\r\n\r\n", testbed.Web, testbed.Web)
-			if answer, err := testbed.ReadAll(testbed.Context(t), c); err != nil || !strings.HasSuffix(answer, "\r\n\r\n"+testbed.NodeIPv4) {
+			answer, err := testbed.ReadAll(testbed.Context(t), c)
+			if err != nil || !strings.HasSuffix(answer, "\r\n\r\n"+testbed.NodeIPv4) {
 				t.Fatalf("the proxy answered %q, %v", answer, err)
 			}
 			r := proxy.Requests()
-			if len(r) != 1 || !strings.HasPrefix(r[0].RemoteAddr, pod.IPv4+":") || r[0].Header.Get("Sluice-Source") != "" {
+			if len(r) != 1 || !strings.HasPrefix(r[0].RemoteAddr, pod.IPv4+":") ||
+				r[0].Header.Get("Sluice-Source") != "" {
 				t.Errorf("the proxy saw %v; want one request, by %s itself", r, pod.IPv4)
 			}
 			// Any other port of the same address is captured.

@@ -16,13 +16,13 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// journey is a connection on its way to a server that tells which address it comes from.
+// journey is a connection to a server of ServeCaller that has begun.
 type journey struct {
 	from, to string
-	caller   chan string // or the error
+	caller   chan string // the answer of the server, or the error
 }
 
-// setOut connects from h and waits for the server's word, for as long as it takes.
+// setOut begins a connection from h. It may wait.
 func setOut(t *testing.T, h *testbed.Host, to string) journey {
 	t.Helper()
 	j := journey{h.Name, to, make(chan string, 1)}
@@ -45,7 +45,7 @@ func (j journey) wantFrom(t *testing.T, want string) {
 	}
 }
 
-// waitForSYNs waits until n connections from h have sent their SYNs and got no answer.
+// waitForSYNs waits until n connections from h have sent their SYNs and have no answer.
 func waitForSYNs(t *testing.T, h *testbed.Host, n int) {
 	t.Helper()
 	testbed.Eventually(t, fmt.Sprintf("%d SYNs wait", n), func() bool {
@@ -56,9 +56,9 @@ func waitForSYNs(t *testing.T, h *testbed.Host, n int) {
 // webAddresses are the world's, in both families.
 var webAddresses = []string{testbed.WorldIPv4 + ":80", "[" + testbed.WorldIPv6 + "]:80"}
 
-// TestProvisionalPodThatIsNotCaptured: its connections, and those of containers in it, go where they would have
-// gone without sluice. The plugin and the agent are the real ones; the decision is given here, for capture.source
-// has no value yet that leaves a pod alone.
+// TestProvisionalPodThatIsNotCaptured: its connections, and those of containers in it, go straight. The plugin and the
+// agent are the real ones. The test makes the decision: capture.source all captures every pod, and kubernetes needs an
+// API server.
 func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
@@ -75,7 +75,7 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 			waitForSYNs(t, pod.Host, 2)
 			waitForSYNs(t, nested, 2)
 			if got := n.SYNs(); got != 0 {
-				t.Errorf("%d SYNs left the pod before anybody decided, want none", got)
+				t.Errorf("%d SYNs left the pod before the decision, want none", got)
 			}
 
 			leaveAlone(t, n)
@@ -88,8 +88,7 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 			if r := n.Records(); len(r) != 1 || r[0].State != attach.Passed || r[0].Installed != nil {
 				t.Errorf("got records %s, want one of a pod that is not captured", testbed.JSON(r))
 			}
-			// What is settled stays so, until something else is wanted: of the daemon that runs from now on, whose
-			// source is all, that it is captured after all.
+			// A decision stays until another one is made. The daemon that starts now captures every pod.
 			leaveAlone(t, n)
 			for _, address := range webAddresses {
 				wantWay(t, pod, address, straight)
@@ -104,7 +103,7 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 	}
 }
 
-// leaveAlone settles the node's provisional attachments as a daemon does whose orchestrator decides not to capture.
+// leaveAlone settles the node's provisional attachments as a daemon that decides not to capture them.
 func leaveAlone(t *testing.T, n *testbed.Node) {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
@@ -132,9 +131,9 @@ func (optedOut) Changed() <-chan struct{} { return nil }
 // Report implements agent.Orchestrator.
 func (optedOut) Report(attach.Pod, bool, string, string) {}
 
-// TestProvisionalPodsGoTheirWays: whatever the daemon's configuration and the annotations exclude goes straight
-// when the daemon comes, and the rest through the proxy; the dropped SYN's conntrack entry is not in the way.
-func TestProvisionalPodsGoTheirWays(t *testing.T) {
+// TestExclusionsOfProvisionalPods: when the daemon comes, connections that its configuration or annotations exclude go
+// straight, and the others through the proxy. The conntrack entry of a dropped SYN does not keep its redirect.
+func TestExclusionsOfProvisionalPods(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
 		t.Run(f.Name, func(t *testing.T) {
@@ -142,7 +141,7 @@ func TestProvisionalPodsGoTheirWays(t *testing.T) {
 			n := newSelectiveNode(t)
 			var journeys []journey
 			var wants []string
-			for i, c := range excluding {
+			for i, c := range exclusions {
 				annotations := map[string]string{}
 				for k, v := range c.annotations {
 					annotations["sluice.dev/"+k] = v
@@ -152,7 +151,7 @@ func TestProvisionalPodsGoTheirWays(t *testing.T) {
 				waiting := 0
 				for destination, way := range c.want {
 					if strings.HasPrefix(destination, linkLocalIPv4) {
-						continue // goes straight before anybody decides
+						continue // goes straight before the decision
 					}
 					journeys = append(journeys, setOut(t, pod.Host, destination), setOut(t, nested, destination))
 					want := caller(pod, destination, way)
@@ -163,7 +162,7 @@ func TestProvisionalPodsGoTheirWays(t *testing.T) {
 				waitForSYNs(t, nested, waiting)
 			}
 			if got := n.SYNs(); got != 0 {
-				t.Errorf("%d SYNs left the pods before anybody decided, want none", got)
+				t.Errorf("%d SYNs left the pods before the decision, want none", got)
 			}
 			n.StartDaemon()
 			for i, j := range journeys {
@@ -183,7 +182,7 @@ func TestProvisionalNestedContainer(t *testing.T) {
 			seen := n.ServeEcho()
 			pod := f.AddPod(t, n, "dind", nil)
 			inner := pod.Nested()
-			outcome := testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(16<<10), inner, pod.Host)
+			outcome := testbed.Echoes(t, 10, 16<<10, inner, pod.Host)
 			waitForSYNs(t, pod.Host, 10)
 			waitForSYNs(t, inner, 10)
 			d := n.StartDaemon()
@@ -200,7 +199,8 @@ func TestProvisionalNestedContainer(t *testing.T) {
 	}
 }
 
-func TestProvisionalPodIsTakenOnWhenTheDaemonComes(t *testing.T) {
+// TestProvisionalPodIsCapturedWhenTheDaemonComes: its connections wait for the daemon.
+func TestProvisionalPodIsCapturedWhenTheDaemonComes(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"iptables", "nftables"} {
 		t.Run(backend, func(t *testing.T) {
@@ -213,7 +213,7 @@ func TestProvisionalPodIsTakenOnWhenTheDaemonComes(t *testing.T) {
 			if r := n.Records(); len(r) != 1 || r[0].State != attach.Provisional {
 				t.Fatalf("got records %s, want one that is provisional", testbed.JSON(r))
 			}
-			outcome := testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(200), pod.Host)
+			outcome := testbed.Echoes(t, 20, 200, pod.Host)
 			testbed.WantPending(t, outcome)
 			if got := n.SYNs(); got != 0 {
 				t.Errorf("%d SYNs left the pod, want none", got)
@@ -230,8 +230,8 @@ func TestProvisionalPodIsTakenOnWhenTheDaemonComes(t *testing.T) {
 	}
 }
 
-// The dropped SYN's conntrack entry keeps the redirect of the provisional rules; those connections must leave
-// it when the rules that come with the daemon exclude them.
+// TestProvisionalConnectionsToExcludedPortsGoStraight: the conntrack entry of a dropped SYN has the redirect of the
+// provisional rules. The connection must leave it when the daemon's rules exclude the port.
 func TestProvisionalConnectionsToExcludedPortsGoStraight(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"iptables", "nftables"} {
@@ -242,9 +242,9 @@ func TestProvisionalConnectionsToExcludedPortsGoStraight(t *testing.T) {
 			n.Config["capture"] = map[string]any{"source": "all", "excludePorts": []string{testbed.EchoPort}}
 			n.ServeEcho()
 			pod := n.AddPod("early")
-			outcome := testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(200), pod.Host)
+			outcome := testbed.Echoes(t, 10, 200, pod.Host)
 			testbed.WantPending(t, outcome)
-			n.StartDaemon() // and no upstream: only what goes straight can end
+			n.StartDaemon() // without an upstream only connections that go straight can end
 			testbed.WantServed(t, outcome, 10)
 		})
 	}

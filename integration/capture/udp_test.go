@@ -13,7 +13,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestUDP: UDP is left alone, except QUIC, which is refused at once so that clients fall back to TCP.
+// TestUDP: UDP passes through, except QUIC, which is refused at once so that clients fall back to TCP.
 func TestUDP(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
@@ -61,7 +61,7 @@ func TestUDP(t *testing.T) {
 	}
 }
 
-// echoUDP tells everybody who asks which address they ask from.
+// echoUDP answers each datagram with the address that it comes from.
 func echoUDP(t *testing.T, h *testbed.Host, address string) {
 	t.Helper()
 	var s net.PacketConn
@@ -79,12 +79,12 @@ func echoUDP(t *testing.T, h *testbed.Host, address string) {
 			if err != nil {
 				return // closed: the test has ended
 			}
-			_, _ = s.WriteTo([]byte(testbed.IPOf(from)), from) // or it is asked again
+			_, _ = s.WriteTo([]byte(testbed.IPOf(from)), from) // the client asks again if it fails
 		}
 	}()
 }
 
-// askUDP asks until there is an answer, or a refusal.
+// askUDP asks until it gets an answer or a refusal.
 func askUDP(ctx context.Context, h *testbed.Host, address string) (string, error) {
 	c, err := h.Dial(ctx, "udp", address)
 	if err != nil {

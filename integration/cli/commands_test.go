@@ -20,7 +20,8 @@ func TestStatusCommand(t *testing.T) {
 	n.World.Serve(testbed.Web, func(c net.Conn) { _, _ = io.Copy(c, c) })
 	d := n.StartDaemon()
 	socket := "--agent-socket=" + n.AgentSocket()
-	testbed.WantMatch(t, testbed.MustSluiced(t, n, "status", socket), `(?s)upstream 127.0.0.1:18080 \(connect\): LATE for .*refused.*no attachments`)
+	const late = `(?s)upstream 127.0.0.1:18080 \(connect\): LATE for .*refused.*no attachments`
+	testbed.WantMatch(t, testbed.MustSluiced(t, n, "status", socket), late)
 
 	pod, idle := n.AddPod("busy"), n.AddPod("idle")
 	var conns []net.Conn
@@ -33,7 +34,9 @@ func TestStatusCommand(t *testing.T) {
 		conns = append(conns, c)
 	}
 	testbed.Eventually(t, "three connections wait", func() bool { return d.Of(pod).Waiting == 3 })
-	row := func(p *testbed.Pod) string { return tableRow(t, testbed.MustSluiced(t, n, "status", socket), p) }
+	row := func(p *testbed.Pod) string {
+		return tableRow(t, testbed.MustSluiced(t, n, "status", socket), p)
+	}
 	short := func(p *testbed.Pod) string { return p.ID[:12] + "/eth0" }
 	if got, want := row(pod), pod.String()+" "+short(pod)+" captured 3 0 0"; got != want {
 		t.Errorf("while the upstream is late the table has %q, want %q", got, want)
@@ -55,7 +58,8 @@ func TestStatusCommand(t *testing.T) {
 	if got := row(pod); got != want {
 		t.Errorf("after two messages and their echoes the table has %q, want %q", got, want)
 	}
-	testbed.WantMatch(t, testbed.MustSluiced(t, n, "status", socket), `upstream 127.0.0.1:18080 \(connect\): ready for \d`)
+	const ready = `upstream 127.0.0.1:18080 \(connect\): ready for \d`
+	testbed.WantMatch(t, testbed.MustSluiced(t, n, "status", socket), ready)
 	if got, want := row(idle), idle.String()+" "+short(idle)+" captured 0 0 0"; got != want {
 		t.Errorf("the table has %q, want %q", got, want)
 	}
@@ -66,12 +70,13 @@ func TestStatusCommand(t *testing.T) {
 	if err := dec.Decode(&s); err != nil {
 		t.Fatal(err)
 	}
-	if len(s.Attachments) != 2 || s.Attachments[0].Open != 3 || s.Attachments[0].Bytes != 4*message || !s.Upstream.Ready {
+	if len(s.Attachments) != 2 || s.Attachments[0].Open != 3 || s.Attachments[0].Bytes != 4*message ||
+		!s.Upstream.Ready {
 		t.Errorf("as JSON: %s", testbed.JSON(s))
 	}
 }
 
-// tableRow is a pod's line in the table, its words one space apart.
+// tableRow is a pod's line in the table, with one space between words.
 func tableRow(t *testing.T, table string, p *testbed.Pod) string {
 	t.Helper()
 	const header = "POD ATTACHMENT STATE WAITING OPEN BYTES"
@@ -97,7 +102,7 @@ func TestStatusCommandWithoutDaemon(t *testing.T) {
 	testbed.WantMatch(t, out, "sluiced does not answer at "+n.AgentSocket())
 }
 
-// TestStatusOfProvisionalPod: before the daemon's first answer everything is settled.
+// TestStatusOfProvisionalPod: the daemon settles provisional pods before its first answer.
 func TestStatusOfProvisionalPod(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -106,53 +111,56 @@ func TestStatusOfProvisionalPod(t *testing.T) {
 		t.Errorf("recorded: %s", testbed.JSON(r))
 	}
 	n.StartDaemon()
-	testbed.WantMatch(t, tableRow(t, testbed.MustSluiced(t, n, "status", "--agent-socket="+n.AgentSocket()), pod), " captured 0 0 0$")
+	table := testbed.MustSluiced(t, n, "status", "--agent-socket="+n.AgentSocket())
+	testbed.WantMatch(t, tableRow(t, table, pod), " captured 0 0 0$")
 }
 
+// TestWaitCommandGivesUp after its timeout, and says why.
 func TestWaitCommandGivesUp(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	look := map[string][]string{
+	flags := map[string][]string{
 		"without the daemon": {"--agent-socket=" + filepath.Join(n.Dir, "not.sock")},
 		"with the daemon":    {"--agent-socket=" + n.AgentSocket()},
 		"by itself":          {"--address=" + testbed.ProxyAddress},
 	}
-	why := map[string]string{
+	reason := map[string]string{
 		"without the daemon": "sluiced does not answer",
 		"with the daemon":    "upstream 127.0.0.1:18080 is late",
 		"by itself":          "connection refused",
 	}
 	n.StartDaemon()
-	for name, how := range look {
+	for name, given := range flags {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			args := append([]string{"wait", "--timeout=300ms"}, how...)
+			args := append([]string{"wait", "--timeout=300ms"}, given...)
 			for _, fail := range [][]string{nil, {"--on-timeout=fail"}} {
 				out, err := n.Sluiced(append(args, fail...)...)
 				if err == nil {
 					t.Errorf("%s ended with success", append(args, fail...))
 				}
-				testbed.WantMatch(t, out, "gave up after .*"+why[name])
+				testbed.WantMatch(t, out, "gave up after .*"+reason[name])
 			}
 			out, err := n.Sluiced(append(args, "--on-timeout=proceed")...)
 			if err != nil {
-				t.Errorf("to proceed is no failure, but %v", err)
+				t.Errorf("it fails though it proceeds: %v", err)
 			}
-			testbed.WantMatch(t, out, "proceeding without the upstream after .*"+why[name])
+			testbed.WantMatch(t, out, "proceeding without the upstream after .*"+reason[name])
 		})
 	}
 }
 
-func TestWaitCommandSeesTheUpstreamCome(t *testing.T) {
+// TestWaitCommandEndsWhenTheUpstreamComes, also if it begins before the daemon.
+func TestWaitCommandEndsWhenTheUpstreamComes(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	var waiting []*testbed.Program
-	for _, how := range []string{"--agent-socket=" + n.AgentSocket(), "--address=" + testbed.ProxyAddress} {
+	for _, from := range []string{"--agent-socket=" + n.AgentSocket(), "--address=" + testbed.ProxyAddress} {
 		for _, timeout := range []string{"60s", "0"} {
-			waiting = append(waiting, testbed.Launch(n.Host, n.Binary("sluiced"), "wait", "--timeout="+timeout, how))
+			waiting = append(waiting, testbed.Launch(n.Host, n.Binary("sluiced"), "wait", "--timeout="+timeout, from))
 		}
 	}
-	n.StartDaemon() // later than those who wait
+	n.StartDaemon() // later than the commands
 	time.Sleep(200 * time.Millisecond)
 	for _, w := range waiting {
 		if w.Ended() {
@@ -167,7 +175,7 @@ func TestWaitCommandSeesTheUpstreamCome(t *testing.T) {
 	testbed.MustSluiced(t, n, "wait", "--agent-socket="+n.AgentSocket()) // with the upstream there
 }
 
-// TestWaitCommandCanBeInterrupted: a pod that is told to end while it waits ends.
+// TestWaitCommandCanBeInterrupted: it ends at SIGTERM, so that a pod can be deleted while it waits.
 func TestWaitCommandCanBeInterrupted(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -175,9 +183,9 @@ func TestWaitCommandCanBeInterrupted(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close() //nolint:errcheck // it says nothing
+	defer l.Close() //nolint:errcheck // no answer comes from it
 	w := testbed.Launch(n.Host, n.Binary("sluiced"), "wait", "--on-timeout=proceed", "--agent-socket="+n.AgentSocket())
-	c, err := l.Accept() // it has come to that, so it listens to signals
+	c, err := l.Accept() // a command that has connected handles signals
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -186,11 +194,12 @@ func TestWaitCommandCanBeInterrupted(t *testing.T) {
 	testbed.WantMatch(t, w.Log(), "gave up after")
 }
 
-// TestHelp: every command says what it is for.
+// TestHelp: every command has a usage text.
 func TestHelp(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	for _, args := range [][]string{{"--help"}, {"run", "--help"}, {"status", "--help"}, {"wait", "--help"}, {"install", "--help"}, {"uninstall", "--help"}} {
+	for _, command := range []string{"", "run", "status", "wait", "install", "uninstall"} {
+		args := append(strings.Fields(command), "--help")
 		testbed.WantMatch(t, testbed.MustSluiced(t, n, args...), `Usage:\s+sluiced`)
 	}
 }

@@ -13,6 +13,7 @@ func TestMalformedDaemonConfiguration(t *testing.T) {
 	const right = "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all}\n"
 	n := testbed.New(t)
 	own := fmt.Sprintf("agentSocket: %s\nstateDir: %s\nmetricsAddress: ''\n", n.AgentSocket(), n.StateDir())
+	const toA, all = "upstream: {address: 'a:1'}\n", "\ncapture: {source: all}"
 	for _, c := range []struct{ name, text, names string }{
 		{"nothing", "", "missing|not a mapping"},
 		{"no mapping", "[a, b]", "not a mapping"},
@@ -22,22 +23,42 @@ func TestMalformedDaemonConfiguration(t *testing.T) {
 		{"no source", own + "upstream: {address: '127.0.0.1:18080'}", "capture.source: missing"},
 		{"unknown key", own + right + "late: {polcy: queue}", `late.polcy.*queue`},
 		{"unknown key at the top", own + right + "upstreams: 3", `upstreams.*3`},
-		{"a mapping where a value belongs", own + "upstream: {address: {host: a}}\ncapture: {source: all}", `upstream.address.*host`},
-		{"a value where a mapping belongs", own + "upstream: 127.0.0.1:18080\ncapture: {source: all}", `upstream.*127.0.0.1:18080`},
-		{"no port", own + "upstream: {address: localhost}\ncapture: {source: all}", `upstream.address.*localhost`},
-		{"a port out of range", own + "upstream: {address: 'a:99999'}\ncapture: {source: all}", `upstream.address.*99999`},
-		{"an environment variable that is not set", own + "upstream: {address: '${NO_SUCH_VARIABLE}:80'}\ncapture: {source: all}", `upstream.address.*NO_SUCH_VARIABLE`},
-		{"a protocol", own + "upstream: {address: 'a:1', protocol: ftp}\ncapture: {source: all}", `upstream.protocol.*ftp`},
-		{"a source", own + "upstream: {address: 'a:1'}\ncapture: {source: some}", `capture.source.*some`},
-		{"a CIDR", own + "upstream: {address: 'a:1'}\ncapture: {source: all, excludeCIDRs: [10.0.0.0/8, 10.0.0.1/8]}", `capture.excludeCIDRs.*10.0.0.1/8`},
-		{"no list", own + "upstream: {address: 'a:1'}\ncapture: {source: all, includePorts: 80}", `capture.includePorts.*80`},
-		{"a port range", own + "upstream: {address: 'a:1'}\ncapture: {source: all, excludePorts: [80, 90-80]}", `capture.excludePorts.*90-80`},
-		{"null", own + "upstream: {address: 'a:1'}\ncapture: {source: all, excludePorts: [null]}", `capture.excludePorts.*null`},
-		{"QUIC", own + "upstream: {address: 'a:1'}\ncapture: {source: all, quic: drop}", `capture.quic.*drop`},
+		{"a mapping where a value belongs", own + "upstream: {address: {host: a}}" + all, `upstream.address.*host`},
+		{"a value where a mapping belongs", own + "upstream: 127.0.0.1:18080" + all, `upstream.*127.0.0.1:18080`},
+		{"no port", own + "upstream: {address: localhost}" + all, `upstream.address.*localhost`},
+		{"a port out of range", own + "upstream: {address: 'a:99999'}" + all, `upstream.address.*99999`},
+		{
+			"an environment variable that is not set",
+			own + "upstream: {address: '${NO_SUCH_VARIABLE}:80'}" + all,
+			`upstream.address.*NO_SUCH_VARIABLE`,
+		},
+		{"a protocol", own + "upstream: {address: 'a:1', protocol: ftp}" + all, `upstream.protocol.*ftp`},
+		{"a source", own + toA + "capture: {source: some}", `capture.source.*some`},
+		{
+			"a CIDR",
+			own + toA + "capture: {source: all, excludeCIDRs: [10.0.0.0/8, 10.0.0.1/8]}",
+			`capture.excludeCIDRs.*10.0.0.1/8`,
+		},
+		{"no list", own + toA + "capture: {source: all, includePorts: 80}", `capture.includePorts.*80`},
+		{
+			"a port range",
+			own + toA + "capture: {source: all, excludePorts: [80, 90-80]}",
+			`capture.excludePorts.*90-80`,
+		},
+		{"null", own + toA + "capture: {source: all, excludePorts: [null]}", `capture.excludePorts.*null`},
+		{"QUIC", own + toA + "capture: {source: all, quic: drop}", `capture.quic.*drop`},
 		{"a policy", own + right + "late: {policy: never}", `late.policy.*never`},
 		{"a timeout", own + right + "late: {timeout: 5 minutes}", `late.timeout.*5 minutes`},
-		{"a relative path", right + fmt.Sprintf("stateDir: %s\nmetricsAddress: ''\nagentSocket: agent.sock", n.StateDir()), `agentSocket.*agent.sock`},
-		{"a metrics address", right + fmt.Sprintf("stateDir: %s\nagentSocket: %s\nmetricsAddress: 15090", n.StateDir(), n.AgentSocket()), `metricsAddress.*15090`},
+		{
+			"a relative path",
+			right + fmt.Sprintf("stateDir: %s\nmetricsAddress: ''\nagentSocket: agent.sock", n.StateDir()),
+			`agentSocket.*agent.sock`,
+		},
+		{
+			"a metrics address",
+			right + fmt.Sprintf("stateDir: %s\nagentSocket: %s\nmetricsAddress: 15090", n.StateDir(), n.AgentSocket()),
+			`metricsAddress.*15090`,
+		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			out, err := n.Sluiced("run", "--config", testbed.ConfigFile(t, c.text))

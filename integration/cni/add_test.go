@@ -8,13 +8,13 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// serveWeb serves the world's one page, and a proxy on the way there: `seen` from there, the pod was captured.
+// serveWeb serves the world's one page, and starts a proxy: the server sees a captured pod come from the node.
 func serveWeb(n *testbed.Node) *testbed.RecordingProxy {
 	n.World.ServeCaller(testbed.Web)
 	return n.StartRecordingProxy(testbed.ProxyAddress)
 }
 
-// TestAddTwice: also while connections wait, which stay where they are.
+// TestAddTwice changes nothing, also while a connection waits.
 func TestAddTwice(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
@@ -51,7 +51,7 @@ func TestAddTwice(t *testing.T) {
 	}
 }
 
-// TestAddTwiceWithoutDaemon: the second ADD of a pod that is captured provisionally, and one after that.
+// TestAddTwiceWithoutDaemon: a second ADD of a pod that is captured provisionally, and a third one with the daemon.
 func TestAddTwiceWithoutDaemon(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -66,7 +66,7 @@ func TestAddTwiceWithoutDaemon(t *testing.T) {
 	}
 }
 
-// TestTwoAttachments: a container on two networks has one ruleset and one gate, until the last one goes.
+// TestTwoAttachments: a container on two networks has one ruleset and one gate, until DEL of the last one.
 func TestTwoAttachments(t *testing.T) {
 	t.Parallel()
 	for _, first := range []string{"eth0", "net1"} {
@@ -98,10 +98,10 @@ func TestTwoAttachments(t *testing.T) {
 				testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
 				wantCheck(t, order[1])
 				if rules := pod.Host.Rules(); first == "net1" && strings.Contains(rules, "net1") {
-					t.Error("rules still let pass what comes in by net1, whatever may be called so from now on")
+					t.Error("rules still let packets from net1 pass, and another interface may get that name")
 				}
 				if s := d.Of(pod); !strings.HasSuffix(s.Attachment, "/"+order[1].ifName) {
-					t.Errorf("what is left is %s, want %s", s.Attachment, order[1].ifName)
+					t.Errorf("the attachment that is left is %s, want %s", s.Attachment, order[1].ifName)
 				}
 				order[1].must(t, "DEL")
 				testbed.WantNoTraces(t, n, pod.Host)
@@ -120,8 +120,8 @@ func wantCheck(t *testing.T, calls ...*call) {
 	}
 }
 
-// TestAddThatMayNotGuess: where onDaemonDown is fail, ADD is to be tried again, and then works.
-func TestAddThatMayNotGuess(t *testing.T) {
+// TestAddFailsWithoutDaemon if onDaemonDown is fail; it succeeds later.
+func TestAddFailsWithoutDaemon(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.Plugin["onDaemonDown"] = "fail"
@@ -160,7 +160,7 @@ func TestWithoutIPTables(t *testing.T) {
 	testbed.WantNoTraces(t, n, pod.Host)
 }
 
-// TestPatienceOfPods: those that are captured wait for longer than TCP does by itself, and others are none of our business.
+// TestPatienceOfPods: SYNs of captured pods are sent for longer than by default. Other pods are not changed.
 func TestPatienceOfPods(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -168,7 +168,7 @@ func TestPatienceOfPods(t *testing.T) {
 		return h.Exec("sysctl", "-n", "net.ipv4.tcp_syn_retries", "net.ipv4.tcp_retries2")
 	}
 	untouched := sysctls(testbed.NewHost(t, "untouched"))
-	early := n.AddPod("early") // nobody knows whether it is to be captured
+	early := n.AddPod("early") // before the decision
 	if got, want := early.Exec("sysctl", "-n", "net.ipv4.tcp_syn_retries"), "127\n"; got != want {
 		t.Errorf("provisional: got tcp_syn_retries %q, want %q", got, want)
 	}

@@ -16,11 +16,11 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestAgentSocketIsForRoot: by its mode, and where something else makes it reachable, by who connects.
+// TestAgentSocketIsForRoot, by its mode; where another mode lets others connect, by the user of the peer.
 func TestAgentSocketIsForRoot(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	// Everybody may look here; only the socket itself is in the way.
+	// Every user may enter the folder, so that only the socket itself keeps them out.
 	dir := t.TempDir()
 	for _, d := range []string{dir, filepath.Dir(dir)} {
 		if err := os.Chmod(d, 0o755); err != nil {
@@ -38,20 +38,21 @@ func TestAgentSocketIsForRoot(t *testing.T) {
 		t.Errorf("mode of the agent socket: %v, %v; want 0600", info.Mode().Perm(), err)
 	}
 	if err := askSocket(t.Context(), socket, 65534); errors.Is(err, unix.EINVAL) {
-		t.Fatal("this user namespace knows one user only: to see another one turned away, run this test as root")
+		t.Fatal("this user namespace has only one user: to see another one turned away, run this test as root")
 	} else if !errors.Is(err, unix.EACCES) {
-		t.Errorf("asking as nobody: %v; want permission denied", err)
+		t.Errorf("asking as another user: %v; want permission denied", err)
 	}
 	if err := os.Chmod(socket, 0o666); err != nil {
 		t.Fatal(err)
 	}
-	if err := askSocket(t.Context(), socket, 65534); !errors.Is(err, io.EOF) && !errors.Is(err, unix.ECONNRESET) && !errors.Is(err, unix.EPIPE) {
-		t.Errorf("asking as nobody where the mode allows it: %v; want the daemon to hang up", err)
+	err = askSocket(t.Context(), socket, 65534)
+	if !errors.Is(err, io.EOF) && !errors.Is(err, unix.ECONNRESET) && !errors.Is(err, unix.EPIPE) {
+		t.Errorf("asking as another user where the mode allows it: %v; want the daemon to hang up", err)
 	}
 	if err := asRoot(); err != nil {
 		t.Errorf("asking as root afterwards: %v", err)
 	}
-	testbed.Eventually(t, "the daemon says that it turned somebody away", func() bool {
+	testbed.Eventually(t, "the daemon logs that it turned a peer away", func() bool {
 		return strings.Contains(d.Log(), "peer turned away")
 	})
 }
@@ -70,7 +71,7 @@ func askSocket(ctx context.Context, socket string, uid int) error {
 	return resp.Body.Close()
 }
 
-// dialAs connects on a thread of that user. The thread is not given back.
+// dialAs connects on a thread of that user. The thread ends with the call.
 func dialAs(socket string, uid int) (net.Conn, error) {
 	type result struct {
 		conn net.Conn
@@ -78,10 +79,11 @@ func dialAs(socket string, uid int) (net.Conn, error) {
 	}
 	done := make(chan result)
 	go func() {
-		runtime.LockOSThread() // for good: it ends with the goroutine
+		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 		if uid != 0 {
-			// Of this thread alone; syscall.Setresuid would change them all.
-			if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, uintptr(uid), uintptr(uid), uintptr(uid)); errno != 0 {
+			// Of this thread alone; syscall.Setresuid would change all threads.
+			id := uintptr(uid)
+			if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, id, id, id); errno != 0 {
 				done <- result{nil, errno}
 				return
 			}

@@ -7,20 +7,23 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// drifts are ways in which a captured pod's rules can come to differ from what ADD installed.
+// redirectRule is the rule that redirects, as iptables-save prints it.
+const redirectRule = "-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001"
+
+// drifts are ways in which the rules of a captured pod can come to differ from those that ADD installed.
 var drifts = []struct {
 	name string
-	// By iptables and ip6tables of either flavour, or by nft.
+	// commands of iptables and ip6tables of either flavour, or of nft
 	iptables, nft []string
-	names         string // what CHECK says of it
+	names         string // a pattern of the error of CHECK
 }{
 	{
 		"no redirect", []string{"iptables -t nat -D SLUICE_CAPTURE 1"},
-		[]string{"flush chain ip sluice-nat SLUICE_CAPTURE"}, "IPv4.*-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
+		[]string{"flush chain ip sluice-nat SLUICE_CAPTURE"}, "IPv4.*" + redirectRule,
 	},
 	{
 		"no redirect of IPv6", []string{"ip6tables -t nat -D SLUICE_CAPTURE 1"},
-		[]string{"flush chain ip6 sluice-nat SLUICE_CAPTURE"}, "IPv6.*-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
+		[]string{"flush chain ip6 sluice-nat SLUICE_CAPTURE"}, "IPv6.*" + redirectRule,
 	},
 	{
 		"no jump", []string{"iptables -t nat -D OUTPUT 1"},
@@ -28,20 +31,30 @@ var drifts = []struct {
 	},
 	{
 		"no SYN gate", []string{"iptables -t mangle -F SLUICE_INPUT"},
-		[]string{"flush chain ip sluice-mangle SLUICE_INPUT"}, "IPv4.*-A SLUICE_INPUT -p tcp -m tcp --dport 15001 -m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN",
+		[]string{"flush chain ip sluice-mangle SLUICE_INPUT"},
+		"IPv4.*-A SLUICE_INPUT -p tcp -m tcp --dport 15001 -m conntrack --ctstate DNAT " +
+			"-m socket --nowildcard -j RETURN",
 	},
 	{
 		"no nested containers", []string{"ip6tables -t nat -F SLUICE_PREROUTING"},
 		[]string{"flush chain ip6 sluice-nat SLUICE_PREROUTING"}, "IPv6.*-A SLUICE_PREROUTING -j SLUICE_OUTBOUND",
 	},
 	{
-		"another port", []string{"iptables -t nat -R SLUICE_CAPTURE 1 -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15002"},
-		[]string{"flush chain ip sluice-nat SLUICE_CAPTURE", "add rule ip sluice-nat SLUICE_CAPTURE meta l4proto tcp redirect to :15002"},
-		"IPv4.*-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001",
+		"another port",
+		[]string{
+			"iptables -t nat -R SLUICE_CAPTURE 1 -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN " +
+				"-j REDIRECT --to-ports 15002",
+		},
+		[]string{
+			"flush chain ip sluice-nat SLUICE_CAPTURE",
+			"add rule ip sluice-nat SLUICE_CAPTURE meta l4proto tcp redirect to :15002",
+		},
+		"IPv4.*" + redirectRule,
 	},
 	{
 		"a foreign rule before ours", []string{"iptables -t nat -I OUTPUT -d 198.51.100.10 -j ACCEPT"},
-		[]string{"insert rule ip sluice-nat OUTPUT ip daddr 198.51.100.10 accept"}, "IPv4.*(before ours: -A OUTPUT -d 198.51.100.10/32 -j ACCEPT|not ours)",
+		[]string{"insert rule ip sluice-nat OUTPUT ip daddr 198.51.100.10 accept"},
+		"IPv4.*(before ours: -A OUTPUT -d 198.51.100.10/32 -j ACCEPT|not ours)",
 	},
 	{
 		"a foreign rule among ours", []string{"iptables -t nat -I SLUICE_OUTPUT -d 198.51.100.10 -j ACCEPT"},
@@ -49,11 +62,15 @@ var drifts = []struct {
 		"IPv4.*(unexpected: -A SLUICE_OUTPUT -d 198.51.100.10/32 -j ACCEPT|not ours)",
 	},
 	{
-		"no chain", []string{"ip6tables -t nat -F SLUICE_OUTPUT", "ip6tables -t nat -D OUTPUT 1", "ip6tables -t nat -X SLUICE_OUTPUT"},
+		"no chain",
+		[]string{
+			"ip6tables -t nat -F SLUICE_OUTPUT", "ip6tables -t nat -D OUTPUT 1", "ip6tables -t nat -X SLUICE_OUTPUT",
+		},
 		[]string{"delete table ip6 sluice-nat"}, "IPv6.*SLUICE_OUTPUT: .*missing",
 	},
 }
 
+// TestCheckNamesDrift: its error has the rule that differs.
 func TestCheckNamesDrift(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
@@ -70,7 +87,7 @@ func TestCheckNamesDrift(t *testing.T) {
 					}
 					tamper(pod, f, d.iptables, d.nft)
 					testbed.WantErrorLike(t, pod.Check(), d.names)
-					callFor(n, pod).must(t, "ADD") // which mends it
+					callFor(n, pod).must(t, "ADD") // repairs it
 				})
 			}
 			if err := pod.Check(); err != nil {
@@ -95,7 +112,8 @@ func tamper(pod *testbed.Pod, f testbed.Flavour, iptables, nft []string) {
 	}
 }
 
-func TestCheckNamesWhatIsNotThere(t *testing.T) {
+// TestCheckNamesMissingParts: listeners, the record, and the netns that was recorded.
+func TestCheckNamesMissingParts(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
 		t.Run(f.Name, func(t *testing.T) {
@@ -107,7 +125,8 @@ func TestCheckNamesWhatIsNotThere(t *testing.T) {
 				t.Errorf("CHECK after ADD: %s", testbed.Describe(err))
 			}
 			d.Kill()
-			testbed.WantErrorLike(t, pod.Check(), "nothing listens on tcp port 15001.*nothing listens on tcp6 port 15001")
+			const noListeners = "nothing listens on tcp port 15001.*nothing listens on tcp6 port 15001"
+			testbed.WantErrorLike(t, pod.Check(), noListeners)
 			n.StartDaemon()
 			if err := pod.Check(); err != nil {
 				t.Errorf("CHECK with the daemon back: %s", testbed.Describe(err))

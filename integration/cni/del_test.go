@@ -7,7 +7,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestDelLeavesNothing: whatever is there of what ADD made, and whatever is not there any more.
+// TestDelLeavesNothing, also where parts of the things that ADD made are gone already.
 func TestDelLeavesNothing(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -32,7 +32,9 @@ func TestDelLeavesNothing(t *testing.T) {
 			pod.Delete()
 			callFor(n, pod).must(t, "DEL")
 		}},
-		{"with the netns gone and the daemon down", func(t *testing.T, n *testbed.Node, d *testbed.Daemon, pod *testbed.Pod) {
+		{"with the netns gone and the daemon down", func(
+			t *testing.T, n *testbed.Node, d *testbed.Daemon, pod *testbed.Pod,
+		) {
 			d.Kill()
 			pod.Delete()
 			callFor(n, pod).must(t, "DEL")
@@ -57,7 +59,7 @@ func TestDelLeavesNothing(t *testing.T) {
 				t.Errorf("left on disk: %s", testbed.JSON(r))
 			}
 			pod.Delete()
-			testbed.Eventually(t, "the netns and with it the node's veth is gone", func() bool {
+			testbed.Eventually(t, "the netns is gone, and with it the node's veth", func() bool {
 				_, err := n.TryExec("ip", "link", "show", veth)
 				return err != nil
 			})
@@ -89,39 +91,42 @@ func TestDelWithoutAdd(t *testing.T) {
 	callFor(n, pod).must(t, "DEL")
 	n.StartDaemon()
 	callFor(n, pod).must(t, "DEL")
-	// What ADD would not have taken cannot be there.
+	// ADD would have refused the name.
 	callFor(n, pod).with(func(c *call) { c.ifName = "no+interface" }).must(t, "DEL")
 	testbed.WantNoTraces(t, n, pod.Host)
 }
 
-// TestMissedDel: the netns goes without a word; nothing of sluice's holds it.
-func TestMissedDel(t *testing.T) {
+// TestNetnsDeletedWithoutDEL: no descriptor of sluice's keeps the netns, and daemon and disk forget it.
+func TestNetnsDeletedWithoutDEL(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	d := n.StartDaemon()
 	pod := n.AddPod("lost")
 	veth := nodeVeth(t, n)
 	pod.Delete()
-	testbed.Eventually(t, "the netns and with it the node's veth is gone", func() bool {
+	testbed.Eventually(t, "the netns is gone, and with it the node's veth", func() bool {
 		_, err := n.TryExec("ip", "link", "show", veth)
 		return err != nil
 	})
-	testbed.Eventually(t, "daemon and disk forget it", func() bool { return len(d.Status().Attachments)+len(n.Records()) == 0 })
+	testbed.Eventually(t, "daemon and disk forget it", func() bool {
+		return len(d.Status().Attachments)+len(n.Records()) == 0
+	})
 }
 
-func TestMissedDELIsNoticed(t *testing.T) {
+// TestRecordOfADeletedNetnsIsDropped without DEL, and no descriptor of sluice's keeps the netns.
+func TestRecordOfADeletedNetnsIsDropped(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.StartDaemon()
 	pod := n.AddPod("gone")
 	pod.Delete()
 	testbed.Eventually(t, "the record is dropped", func() bool { return len(n.Records()) == 0 })
-	testbed.Eventually(t, "nothing pins the netns: its veth has gone", func() bool {
+	testbed.Eventually(t, "the netns is gone, and with it the node's veth", func() bool {
 		return n.Exec("ip", "-br", "link", "show", "type", "veth", "master", "cni0") == ""
 	})
 }
 
-// TestDelOfNetnsThatLivesOn: it is as it was before ADD.
+// TestDelOfNetnsThatLivesOn: the netns is then as it was before ADD.
 func TestDelOfNetnsThatLivesOn(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
@@ -144,7 +149,8 @@ func TestDelOfNetnsThatLivesOn(t *testing.T) {
 	}
 }
 
-func TestNetnsRecreatedAtTheSamePathIsAnother(t *testing.T) {
+// TestNetnsRecreatedAtTheSamePath is another one: the daemon does not take it for the pod's.
+func TestNetnsRecreatedAtTheSamePath(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	d := n.StartDaemon()

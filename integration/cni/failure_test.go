@@ -10,8 +10,8 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestHalfWayFailure: the rules are in when the record cannot be written; ADD takes them out again.
-func TestHalfWayFailure(t *testing.T) {
+// TestFailedAddLeavesNothing: the record cannot be written after the rules are in, so ADD takes the rules out again.
+func TestFailedAddLeavesNothing(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
 		for _, daemon := range []string{"up", "down"} {
@@ -40,8 +40,8 @@ func TestHalfWayFailure(t *testing.T) {
 	}
 }
 
-// TestHalfWayFailureOfSecondAdd: what the first one did stays.
-func TestHalfWayFailureOfSecondAdd(t *testing.T) {
+// TestFailedSecondAddChangesNothing: the pod stays captured as after the first ADD.
+func TestFailedSecondAddChangesNothing(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
 		t.Run(f.Name, func(t *testing.T) {
@@ -51,7 +51,7 @@ func TestHalfWayFailureOfSecondAdd(t *testing.T) {
 			d := n.StartDaemon()
 			pod := f.AddPod(t, n, "lucky", nil)
 			before := pod.Host.Rules()
-			// The directory stays what it is, and takes no more.
+			// The state directory keeps its records and takes no more.
 			readOnly := fmt.Sprintf("mount --bind %[1]s %[1]s; mount -o remount,ro,bind %[1]s", n.StateDir())
 			_, err := callFor(n, pod).with(func(c *call) { c.setup = readOnly }).run(t, "ADD")
 			testbed.WantCNIError(t, err, 0, "recording")
@@ -66,7 +66,7 @@ func TestHalfWayFailureOfSecondAdd(t *testing.T) {
 	}
 }
 
-// fullDisk puts a full file system where the records go.
+// fullDisk is a script that mounts a full file system on the state directory.
 func fullDisk(t *testing.T, n *testbed.Node) string {
 	t.Helper()
 	if err := os.MkdirAll(n.StateDir(), 0o700); err != nil {
@@ -77,8 +77,8 @@ mkdir %[1]s/attachments
 ! cat /dev/zero >%[1]s/attachments/fill 2>/dev/null`, n.StateDir())
 }
 
-// withoutEmpty leaves out what iptables-nft and iptables-legacy leave of a table that they have touched:
-// built-in chains without a rule.
+// withoutEmpty leaves out the built-in chains without a rule: iptables-nft and iptables-legacy leave them in a table
+// that they have touched.
 func withoutEmpty(rules string) string {
 	var left []string
 	for line := range strings.Lines(rules) {
@@ -92,13 +92,14 @@ func withoutEmpty(rules string) string {
 	return strings.Join(left, "")
 }
 
-// TestIPv6ThatCannotBeCaptured: a pod that could go round by IPv6 does not start.
+// TestIPv6ThatCannotBeCaptured: ADD fails for a pod that could bypass the proxy by IPv6.
 func TestIPv6ThatCannotBeCaptured(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	broken := t.TempDir()
+	const script = "#!/bin/sh\necho IPv6 is broken here >&2\nexit 1\n"
 	for _, tool := range []string{"ip6tables-restore", "ip6tables-nft-restore", "ip6tables-legacy-restore"} {
-		if err := os.WriteFile(filepath.Join(broken, tool), []byte("#!/bin/sh\necho IPv6 is broken here >&2\nexit 1\n"), 0o755); err != nil {
+		if err := os.WriteFile(filepath.Join(broken, tool), []byte(script), 0o755); err != nil {
 			t.Fatal(err)
 		}
 	}

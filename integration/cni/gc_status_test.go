@@ -11,7 +11,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestGC drops what is not valid any more, of the network that it is called for and no other.
+// TestGC drops the attachments of its network that are not valid any more, and none of another network.
 func TestGC(t *testing.T) {
 	t.Parallel()
 	for _, daemon := range []string{"up", "down"} {
@@ -46,7 +46,7 @@ func TestGC(t *testing.T) {
 			slices.Sort(left)
 			slices.Sort(want)
 			if !slices.Equal(left, want) {
-				t.Errorf("left are %s, want %s", left, want)
+				t.Errorf("the records of %s are left, want those of %s", left, want)
 			}
 			testbed.WantNoTraces(t, n, stale.Host)
 			if daemon == "down" {
@@ -58,7 +58,7 @@ func TestGC(t *testing.T) {
 	}
 }
 
-// TestGCThroughTheChain is the same as a runtime does it.
+// TestGCThroughTheChain is the same by libcni.
 func TestGCThroughTheChain(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -79,7 +79,7 @@ func TestGCThroughTheChain(t *testing.T) {
 	}
 }
 
-// TestStatus: it says when ADD could not be served, and only then.
+// TestStatus: STATUS fails when ADD would, and only then.
 func TestStatus(t *testing.T) {
 	t.Parallel()
 	noBinaries := `mount -t tmpfs none /usr/sbin
@@ -94,11 +94,18 @@ if command -v iptables-restore; then exit 1; fi`
 	}{
 		{name: "the daemon is up", daemon: true},
 		{name: "the daemon is down, and connections can wait"},
-		{name: "the daemon is up, and ADD would fail without", plugin: map[string]any{"onDaemonDown": "fail"}, daemon: true},
-		{name: "the daemon is down, and ADD fails without", plugin: map[string]any{"onDaemonDown": "fail"}, code: 51, names: "onDaemonDown.*sluiced does not answer"},
 		{
-			name: "the upstream is late, and is needed", plugin: map[string]any{"statusNeedsUpstream": true}, daemon: true,
-			code: 51, names: "statusNeedsUpstream.*upstream 127.0.0.1:18080 is late",
+			name: "the daemon is up, and ADD would fail without", plugin: map[string]any{"onDaemonDown": "fail"},
+			daemon: true,
+		},
+		{
+			name: "the daemon is down, and ADD fails without", plugin: map[string]any{"onDaemonDown": "fail"},
+			code: 51, names: "onDaemonDown.*sluiced does not answer",
+		},
+		{
+			name: "the upstream is late, and is needed", plugin: map[string]any{"statusNeedsUpstream": true},
+			daemon: true,
+			code:   51, names: "statusNeedsUpstream.*upstream 127.0.0.1:18080 is late",
 		},
 		{
 			name: "the daemon is down, and the upstream is needed", plugin: map[string]any{"statusNeedsUpstream": true},
@@ -133,7 +140,8 @@ if command -v iptables-restore; then exit 1; fi`
 		},
 		{name: "records are on a full file system", code: 50, names: "recorded.*no space left", setup: fullDisk},
 		{
-			name: "no iptables, and nothing else will do", plugin: map[string]any{"backend": "iptables"}, code: 50, names: "backend.*install iptables",
+			name: "no iptables, and nothing else will do", plugin: map[string]any{"backend": "iptables"},
+			code: 50, names: "backend.*install iptables",
 			setup: func(*testing.T, *testbed.Node) string { return noBinaries },
 		},
 		{name: "no iptables, but nftables", setup: func(*testing.T, *testbed.Node) string { return noBinaries }},

@@ -3,7 +3,6 @@ package cni
 import (
 	"bytes"
 	"encoding/json"
-	"fmt"
 	"maps"
 	"os"
 	"os/exec"
@@ -22,23 +21,23 @@ type call struct {
 	netns       string
 	ifName      string
 	args        string
-	// conf is the network configuration without prevResult; its keys are added to those of node.Plugin.
+	// conf is the network configuration without prevResult. Its keys are added to those of node.Plugin.
 	conf map[string]any
 	// prevResult is added to conf unless it is nil.
 	prevResult any
-	// stdin, if not nil, takes the place of all that.
+	// stdin, unless it is nil, takes the place of the configuration.
 	stdin []byte
 	// path is put before PATH.
 	path string
-	// setup is a script that runs first, in a mount namespace of the plugin's own.
+	// setup is a script that runs first, in a new mount namespace with the plugin.
 	setup string
 }
 
-// callFor describes a call for a pod that the chain has added, or that has an address of its own.
+// callFor describes a call for a pod. A pod that the chain has not added gets a prevResult with addresses.
 func callFor(n *testbed.Node, p *testbed.Pod) *call {
 	c := &call{
 		node: n, containerID: p.ID, netns: p.Path(), ifName: "eth0",
-		args: fmt.Sprintf("IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=%s;K8S_POD_UID=%s", p.Name(), p.UID()),
+		args: "IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=" + p.Name() + ";K8S_POD_UID=" + p.UID(),
 	}
 	if c.prevResult = any(p.Result); p.Result == nil {
 		c.prevResult = resultOf("1.0.0", "10.88.0.200/16", "fd00:88::200/64")
@@ -46,7 +45,7 @@ func callFor(n *testbed.Node, p *testbed.Pod) *call {
 	return c
 }
 
-// resultOf is what a primary plugin could have answered.
+// resultOf is a result as of a primary plugin.
 func resultOf(version string, addresses ...string) map[string]any {
 	ips := []map[string]any{}
 	for _, a := range addresses {
@@ -62,12 +61,13 @@ func resultOf(version string, addresses ...string) map[string]any {
 	return map[string]any{"cniVersion": version, "ips": ips, "dns": map[string]any{}}
 }
 
-// run returns what the plugin prints; an error is the one that it printed.
+// run returns the output of the plugin. An error is the one that it printed.
 func (c *call) run(t *testing.T, verb string) ([]byte, error) {
 	t.Helper()
 	cmd := exec.Command(c.node.Binary("sluice"))
 	if c.setup != "" {
-		cmd = exec.Command("unshare", "--mount", "--propagation", "private", "sh", "-euc", c.setup+"\nexec \"$0\"", cmd.Path)
+		script := c.setup + "\nexec \"$0\""
+		cmd = exec.Command("unshare", "--mount", "--propagation", "private", "sh", "-euc", script, cmd.Path)
 	}
 	cmd.Env = append(os.Environ(), "CNI_COMMAND="+verb, "CNI_CONTAINERID="+c.containerID, "CNI_NETNS="+c.netns,
 		"CNI_IFNAME="+c.ifName, "CNI_ARGS="+c.args, "CNI_PATH="+c.node.Binaries())
@@ -113,7 +113,7 @@ func (c *call) input(t *testing.T) []byte {
 	return data
 }
 
-// must is run for what cannot fail.
+// must is run for a call that succeeds.
 func (c *call) must(t *testing.T, verb string) []byte {
 	t.Helper()
 	out, err := c.run(t, verb)

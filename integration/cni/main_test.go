@@ -1,4 +1,4 @@
-// Package cni tests the verbs of the plugin as a runtime calls them, and the agent socket over which it asks the daemon.
+// Package cni tests the verbs of the plugin as a runtime calls them, and the agent socket by which it asks the daemon.
 package cni
 
 import (

@@ -11,7 +11,7 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// refusing is a node with a daemon, and a pod's netns that nothing may change.
+// refusing is a node with a daemon, and a pod's netns that must not change.
 type refusing struct {
 	node   *testbed.Node
 	daemon *testbed.Daemon
@@ -23,12 +23,12 @@ func newRefusing(t *testing.T) *refusing {
 	t.Helper()
 	n := testbed.New(t)
 	r := &refusing{node: n, daemon: n.StartDaemon(), pod: n.NewPod("untouched")}
-	r.pod.Exec("iptables", "-A", "INPUT", "-i", "lo", "-j", "ACCEPT") // something that is the pod's own
+	r.pod.Exec("iptables", "-A", "INPUT", "-i", "lo", "-j", "ACCEPT") // a rule of the pod's own
 	r.before = r.pod.Host.Rules()
 	return r
 }
 
-// wantUntouched fails the test if there is any sign of the attempt.
+// wantUntouched fails the test if the attempt has left any trace.
 func (r *refusing) wantUntouched(t *testing.T) {
 	t.Helper()
 	if after := r.pod.Host.Rules(); after != r.before {
@@ -46,8 +46,8 @@ func TestMalformedNetworkConfiguration(t *testing.T) {
 	valid := callFor(r.node, r.pod)
 	for _, c := range []struct {
 		name  string
-		stdin string         // either this
-		conf  map[string]any // or that, besides what is right
+		stdin string         // the whole configuration, or else
+		conf  map[string]any // keys beside the valid ones
 		code  uint
 		names string
 	}{
@@ -55,20 +55,46 @@ func TestMalformedNetworkConfiguration(t *testing.T) {
 		{name: "no JSON", stdin: `{"cniVersion": "1.0.0", "name": "pods", "type": "sluice", `, code: 6},
 		{name: "no object", stdin: `["sluice"]`, code: 6},
 		{name: "more than an object", stdin: string(valid.input(t)) + "{}", code: 6},
-		{name: "unknown key", conf: map[string]any{"agentSokcet": "/run/x"}, code: 7, names: `agentSokcet.*agentSocket`},
+		{
+			name: "unknown key", conf: map[string]any{"agentSokcet": "/run/x"},
+			code: 7, names: `agentSokcet.*agentSocket`,
+		},
 		{name: "unknown version", conf: map[string]any{"cniVersion": "9.9.9"}, code: 1, names: "9.9.9"},
-		{name: "relative socket", conf: map[string]any{"agentSocket": "agent.sock"}, code: 7, names: `agentSocket.*"agent.sock"`},
+		{
+			name: "relative socket", conf: map[string]any{"agentSocket": "agent.sock"},
+			code: 7, names: `agentSocket.*"agent.sock"`,
+		},
 		{name: "empty state directory", conf: map[string]any{"stateDir": ""}, code: 7, names: `stateDir.*""`},
 		{name: "socket of another type", conf: map[string]any{"agentSocket": 7}, code: 6, names: "agentSocket.*7"},
 		{name: "bad policy", conf: map[string]any{"onDaemonDown": "pray"}, code: 7, names: `onDaemonDown.*"pray"`},
 		{name: "bad backend", conf: map[string]any{"backend": "ipchains"}, code: 7, names: `backend.*"ipchains"`},
-		{name: "backend that only records have", conf: map[string]any{"backend": "iptables-nft"}, code: 7, names: `backend.*"iptables-nft"`},
-		{name: "namespaces not in a list", conf: map[string]any{"excludeNamespaces": "kube-system"}, code: 6, names: `excludeNamespaces.*"kube-system"`},
-		{name: "bad namespace", conf: map[string]any{"includeNamespaces": []string{"ci", "a/b"}}, code: 7, names: `includeNamespaces.*"a/b"`},
-		{name: "empty namespace", conf: map[string]any{"excludeNamespaces": []string{""}}, code: 7, names: `excludeNamespaces.*""`},
+		{
+			name: "backend that only records have", conf: map[string]any{"backend": "iptables-nft"},
+			code: 7, names: `backend.*"iptables-nft"`,
+		},
+		{
+			name: "namespaces not in a list", conf: map[string]any{"excludeNamespaces": "kube-system"},
+			code: 6, names: `excludeNamespaces.*"kube-system"`,
+		},
+		{
+			name: "bad namespace", conf: map[string]any{"includeNamespaces": []string{"ci", "a/b"}},
+			code: 7, names: `includeNamespaces.*"a/b"`,
+		},
+		{
+			name: "empty namespace", conf: map[string]any{"excludeNamespaces": []string{""}},
+			code: 7, names: `excludeNamespaces.*""`,
+		},
 		{name: "bad prevResult", conf: map[string]any{"prevResult": "10.0.0.1"}, code: 6, names: "prevResult"},
-		{name: "bad address in prevResult", conf: map[string]any{"prevResult": resultOf("1.0.0", "10.0.0.300/24")}, code: 6, names: "prevResult.*10.0.0.300"},
-		{name: "bad annotations", conf: map[string]any{"runtimeConfig": map[string]any{"io.kubernetes.cri.pod-annotations": []string{"x"}}}, code: 6, names: "runtimeConfig"},
+		{
+			name: "bad address in prevResult", conf: map[string]any{"prevResult": resultOf("1.0.0", "10.0.0.300/24")},
+			code: 6, names: "prevResult.*10.0.0.300",
+		},
+		{
+			name: "bad annotations", conf: map[string]any{
+				"runtimeConfig": map[string]any{"io.kubernetes.cri.pod-annotations": []string{"x"}},
+			},
+			code: 6, names: "runtimeConfig",
+		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			call := valid.with(func(x *call) {
@@ -97,11 +123,18 @@ func TestMalformedArgs(t *testing.T) {
 		names  string
 	}{
 		{"no pairs", func(c *call) { c.args = "K8S_POD_NAME" }, "K8S_POD_NAME"},
-		{"a header's end in a name", func(c *call) { c.args = "K8S_POD_NAME=x\r\nSluice-Pod-Namespace: kube-system" }, "name.*Sluice-Pod-Namespace"},
+		{
+			"a header's end in a name",
+			func(c *call) { c.args = "K8S_POD_NAME=x\r\nSluice-Pod-Namespace: kube-system" },
+			"name.*Sluice-Pod-Namespace",
+		},
 		{"a path as a namespace", func(c *call) { c.args = "K8S_POD_NAMESPACE=../../etc" }, `namespace.*\.\./\.\./etc`},
 		{"a space in a UID", func(c *call) { c.args = "K8S_POD_UID=a b" }, "UID.*a b"},
 		{"a name without an end", func(c *call) { c.args = "K8S_POD_NAME=" + strings.Repeat("x", 300) }, "name.*xxx"},
-		{"a path as a container ID", func(c *call) { c.containerID = "../../../tmp/x" }, `\.\./\.\./\.\./tmp/x|container`},
+		{
+			"a path as a container ID", func(c *call) { c.containerID = "../../../tmp/x" },
+			`\.\./\.\./\.\./tmp/x|container`,
+		},
 		{"no container ID", func(c *call) { c.containerID = "" }, "CNI_CONTAINERID"},
 		{"a wildcard as an interface", func(c *call) { c.ifName = "eth+" }, `"eth\+"`},
 		{"a path as an interface", func(c *call) { c.ifName = "../eth0" }, "interface name contains /"},
@@ -177,14 +210,38 @@ func TestMalformedRequests(t *testing.T) {
 		{"no JSON", "POST", attachments, "{", 422, "not an attachment"},
 		{"unknown field", "POST", attachments, `{"netns": "/x", "uid": 0}`, 422, "uid"},
 		{"another type", "POST", attachments, `{"netns": ["a"]}`, 422, "netns"},
-		{"too large", "POST", attachments, `{"network": "` + strings.Repeat("x", attach.MaxRequest) + `"}`, 422, "too large"},
+		{
+			"too large", "POST", attachments, `{"network": "` + strings.Repeat("x", attach.MaxRequest) + `"}`,
+			422, "too large",
+		},
 		{"no netns", "POST", attachments, with(func(a *attach.Attachment) { a.Netns = "" }), 422, "netns"},
-		{"a netns that is not there", "POST", attachments, with(func(a *attach.Attachment) { a.Netns += "-not" }), 422, "-not"},
-		{"a netns that is a file", "POST", attachments, with(func(a *attach.Attachment) { a.Netns = r.node.Binary("sluice") }), 422, "netns"},
-		{"a path as a container ID", "POST", attachments, with(func(a *attach.Attachment) { a.ContainerID = "../x" }), 422, `\.\./x`},
-		{"a wildcard as an interface", "POST", attachments, with(func(a *attach.Attachment) { a.IfName = "eth+" }), 422, `eth\+`},
-		{"a header's end in a name", "POST", attachments, with(func(a *attach.Attachment) { a.Pod.Name = "x\r\ny" }), 422, "name"},
-		{"a bad annotation", "POST", attachments, with(func(a *attach.Attachment) { a.Annotations = map[string]string{"sluice.dev/quic": "?"} }), 422, "quic.*\\?"},
+		{
+			"a netns that is not there", "POST", attachments, with(func(a *attach.Attachment) { a.Netns += "-not" }),
+			422, "-not",
+		},
+		{
+			"a netns that is a file", "POST", attachments,
+			with(func(a *attach.Attachment) { a.Netns = r.node.Binary("sluice") }),
+			422, "netns",
+		},
+		{
+			"a path as a container ID", "POST", attachments,
+			with(func(a *attach.Attachment) { a.ContainerID = "../x" }),
+			422, `\.\./x`,
+		},
+		{
+			"a wildcard as an interface", "POST", attachments, with(func(a *attach.Attachment) { a.IfName = "eth+" }),
+			422, `eth\+`,
+		},
+		{
+			"a header's end in a name", "POST", attachments, with(func(a *attach.Attachment) { a.Pod.Name = "x\r\ny" }),
+			422, "name",
+		},
+		{
+			"a bad annotation", "POST", attachments,
+			with(func(a *attach.Attachment) { a.Annotations = map[string]string{"sluice.dev/quic": "?"} }),
+			422, "quic.*\\?",
+		},
 		{"an interface to detach", "DELETE", attachments + "/x/eth+", "", 422, `eth\+`},
 		{"a path to detach", "DELETE", attachments + "/..%2Fx/eth0", "", 422, `\.\./x`},
 		{"nothing to detach", "DELETE", attachments, "", http.StatusMethodNotAllowed, ""},
@@ -197,8 +254,9 @@ func TestMalformedRequests(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer conn.Close() //nolint:errcheck // asked once
-			resp, err := testbed.RoundTrip(t.Context(), conn, fmt.Sprintf(
-				"%s %s HTTP/1.1\r\nHost: sluiced\r\nContent-Length: %d\r\n\r\n%s", c.method, c.path, len(c.body), c.body))
+			const format = "%s %s HTTP/1.1\r\nHost: sluiced\r\nContent-Length: %d\r\n\r\n%s"
+			request := fmt.Sprintf(format, c.method, c.path, len(c.body), c.body)
+			resp, err := testbed.RoundTrip(t.Context(), conn, request)
 			if err != nil {
 				t.Fatal(err)
 			}

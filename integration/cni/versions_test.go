@@ -12,6 +12,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
+// TestVersionsThroughTheChain: ADD and DEL with conflists of each version that the other plugins know.
 func TestVersionsThroughTheChain(t *testing.T) {
 	t.Parallel()
 	for _, version := range []string{"0.3.1", "0.4.0", "1.0.0"} {
@@ -37,8 +38,8 @@ func TestVersionsThroughTheChain(t *testing.T) {
 	}
 }
 
-// TestResultComesOutAsItCameIn: in every version, with what no version knows.
-func TestResultComesOutAsItCameIn(t *testing.T) {
+// TestResultIsPrevResult, byte for byte, in every version and with keys that no version has.
+func TestResultIsPrevResult(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.StartDaemon()
@@ -46,7 +47,9 @@ func TestResultComesOutAsItCameIn(t *testing.T) {
 		t.Run(version, func(t *testing.T) {
 			pod := n.NewPod(fmt.Sprint("pod", i))
 			came := resultOf(version, "10.88.0.200/16", "fd00:88::200/64")
-			came["interfaces"] = []map[string]any{{"name": "eth0", "sandbox": pod.Path(), "vendor/pciID": "0000:00:1f.6"}}
+			came["interfaces"] = []map[string]any{
+				{"name": "eth0", "sandbox": pod.Path(), "vendor/pciID": "0000:00:1f.6"},
+			}
 			came["x-vendor"] = map[string]any{"nested": []any{1, "two", nil, 1e21}}
 			call := callFor(n, pod).with(func(c *call) {
 				c.prevResult, c.conf = came, map[string]any{"cniVersion": version}
@@ -58,7 +61,7 @@ func TestResultComesOutAsItCameIn(t *testing.T) {
 			if got := bytes.TrimSpace(call.must(t, "ADD")); !bytes.Equal(got, want) {
 				t.Errorf("got  %s\nwant %s", got, want)
 			}
-			if version != "0.3.1" { // which has no CHECK
+			if version != "0.3.1" { // it has no CHECK
 				call.must(t, "CHECK")
 			}
 			call.must(t, "DEL")
@@ -80,7 +83,7 @@ func TestVersionVerb(t *testing.T) {
 	}
 }
 
-// TestUnchained: alone there is nothing that sluice could do.
+// TestUnchained: sluice needs a plugin before it in the chain.
 func TestUnchained(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -94,7 +97,7 @@ func TestUnchained(t *testing.T) {
 	testbed.WantNoTraces(t, n, pod.Host)
 }
 
-// TestExcludedNamespaces pass through untouched, whatever is down and whatever is broken.
+// TestExcludedNamespaces: their pods are not changed, whichever program is down or file broken.
 func TestExcludedNamespaces(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {

@@ -21,7 +21,7 @@ func TestHandOverLosesNothing(t *testing.T) {
 	d := n.StartDaemon()
 	pods := []*testbed.Pod{n.AddPod("one"), n.AddPod("two")}
 	inner := pods[0].Nested()
-	outcome := testbed.Echoes(testbed.Context(t), 100, testbed.RandomBytes(16<<10), pods[0].Host, pods[1].Host, inner)
+	outcome := testbed.Echoes(t, 100, 16<<10, pods[0].Host, pods[1].Host, inner)
 	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pods...) == 300 })
 
 	d = n.HandOver(d)
@@ -93,8 +93,8 @@ func TestHandOversUnderLoad(t *testing.T) {
 	}
 }
 
-// TestRetiredDaemonEndsWithItsLastPod: the runtime does not tell a daemon that has handed over that a pod is deleted, but
-// the connections that it still relays would keep the pod's netns alive.
+// TestRetiredDaemonEndsWithItsLastPod: the runtime does not tell a daemon that has handed over that a pod is deleted,
+// but the connections that it still relays would keep the pod's netns alive.
 func TestRetiredDaemonEndsWithItsLastPod(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -119,7 +119,7 @@ func TestHandOverToADaemonThatDies(t *testing.T) {
 	n.ServeEcho()
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
-	outcome := testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(1<<10), pod.Host)
+	outcome := testbed.Echoes(t, 20, 1<<10, pod.Host)
 	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == 20 })
 
 	c, err := net.Dial("unix", n.AgentSocket())
@@ -160,8 +160,8 @@ func TestHandOverToADaemonThatDies(t *testing.T) {
 	}
 }
 
-// TestRetiredDaemonThatIsTerminated: kubelet terminates the pod of a daemon that has handed over. The connections that it
-// has accepted still wait for the upstream.
+// TestRetiredDaemonThatIsTerminated: kubelet terminates the pod of a daemon that has handed over. The connections that
+// it has accepted still wait for the upstream.
 func TestRetiredDaemonThatIsTerminated(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -169,9 +169,9 @@ func TestRetiredDaemonThatIsTerminated(t *testing.T) {
 	proxy := n.StartConnectProxy()
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
-	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 2, testbed.RandomBytes(100), pod.Host), 2)
+	testbed.EchoAll(t, 2, 100, pod.Host)
 	proxy.Freeze()
-	outcome := testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(100), pod.Host)
+	outcome := testbed.Echoes(t, 10, 100, pod.Host)
 	testbed.Eventually(t, "the daemon has accepted them", func() bool {
 		return d.Of(pod).Waiting == 10 && pod.Queued() == 0
 	})

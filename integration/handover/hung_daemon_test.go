@@ -26,7 +26,7 @@ func TestHungDaemonIsReplaced(t *testing.T) {
 			talks := testbed.StartTalks(t, pods[0].Host, 2, 1000)
 			testbed.WantEchoes(t, talks)
 			d.Freeze()
-			outcome := testbed.Echoes(testbed.Context(t), 4, testbed.RandomBytes(100), pods[0].Host, pods[1].Host)
+			outcome := testbed.Echoes(t, 4, 100, pods[0].Host, pods[1].Host)
 			if protocol == "sockets" {
 				testbed.WantServed(t, outcome, 8)
 			}
@@ -38,7 +38,7 @@ func TestHungDaemonIsReplaced(t *testing.T) {
 					}
 				}
 			}
-			testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(1<<10), pods[0].Host, pods[1].Host), 40)
+			testbed.EchoAll(t, 20, 1<<10, pods[0].Host, pods[1].Host)
 			testbed.Eventually(t, "every pod is in order", func() bool {
 				return len(next.Of(pods[0]).Notes)+len(next.Of(pods[1]).Notes) == 0
 			})
@@ -60,7 +60,7 @@ func TestHungDaemonIsReplaced(t *testing.T) {
 				_ = c.Close()
 			}
 			testbed.Eventually(t, "it ends with its last connection", d.Ended)
-			testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(1<<10), pods[0].Host, pods[1].Host), 40)
+			testbed.EchoAll(t, 20, 1<<10, pods[0].Host, pods[1].Host)
 			testbed.Eventually(t, "the next daemon serves the metrics, since their port is free", func() bool {
 				_, err := n.Host.Get(testbed.Context(t), "http://127.0.0.1:15090/metrics")
 				return err == nil
@@ -69,8 +69,8 @@ func TestHungDaemonIsReplaced(t *testing.T) {
 	}
 }
 
-// TestListenersOfAForgottenDaemonAreEnded: a daemon hangs, and the next one is killed. The one after that finds no daemon at
-// the agent socket and takes the capture port all the same.
+// TestListenersOfAForgottenDaemonAreEnded: a daemon hangs, and the next one is killed. The one after that finds no
+// daemon at the agent socket and takes the capture port all the same.
 func TestListenersOfAForgottenDaemonAreEnded(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -92,5 +92,5 @@ func TestListenersOfAForgottenDaemonAreEnded(t *testing.T) {
 	defer hung.Close() //nolint:errcheck // it has been ended
 	d = n.StartDaemon()
 	testbed.Eventually(t, "the pod is in order", func() bool { return len(d.Of(pod).Notes) == 0 })
-	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 4, testbed.RandomBytes(100), pod.Host), 4)
+	testbed.EchoAll(t, 4, 100, pod.Host)
 }

@@ -25,10 +25,10 @@ func TestConnectionsWaitForAKilledDaemon(t *testing.T) {
 			d := n.StartDaemon()
 			pod := n.AddPod("web")
 			inner := pod.Nested()
-			testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 2, testbed.RandomBytes(200), pod.Host, inner), 4)
+			testbed.EchoAll(t, 2, 200, pod.Host, inner)
 
 			d.Kill()
-			outcome := testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(200), pod.Host, inner)
+			outcome := testbed.Echoes(t, 20, 200, pod.Host, inner)
 			testbed.WantPending(t, outcome)
 			n.StartDaemon()
 			testbed.WantServed(t, outcome, 40)
@@ -60,7 +60,7 @@ func TestKilledDaemonResetsRelayedConnections(t *testing.T) {
 
 			end.end(d)
 			testbed.WantAllReset(t, relayed)
-			outcome := testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(16<<10), pod.Host, inner)
+			outcome := testbed.Echoes(t, 20, 16<<10, pod.Host, inner)
 			testbed.WantPending(t, outcome)
 			n.StartDaemon()
 			testbed.WantServed(t, outcome, 40)
@@ -71,8 +71,8 @@ func TestKilledDaemonResetsRelayedConnections(t *testing.T) {
 	}
 }
 
-// TestRestartsRefuseNoConnection: clients connect all the time. Connections that an old daemon had accepted, or that waited
-// in its accept queue, may be reset; no connect fails.
+// TestRestartsRefuseNoConnection: clients connect all the time. Connections that an old daemon had accepted, or that
+// waited in its accept queue, may be reset; no connect fails.
 func TestRestartsRefuseNoConnection(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)

@@ -10,8 +10,8 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestProxyAcceptsInThePod: every kind of traffic, as through a relay, and the proxy sees the pod itself.
-func TestProxyAcceptsInThePod(t *testing.T) {
+// TestAddonAcceptsInThePod: every kind of traffic, as through a relay, and the proxy sees the pod's own address.
+func TestAddonAcceptsInThePod(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
 		t.Run(f.Name, func(t *testing.T) {
@@ -23,7 +23,8 @@ func TestProxyAcceptsInThePod(t *testing.T) {
 			pod := f.AddPod(t, n, "web", nil)
 			d.WaitForProxies(1, 1)
 			for _, family := range []struct{ name, world, node, pod string }{
-				{"IPv4", testbed.WorldIPv4, testbed.NodeIPv4, pod.IPv4}, {"IPv6", testbed.WorldIPv6, testbed.NodeIPv6, pod.IPv6},
+				{"IPv4", testbed.WorldIPv4, testbed.NodeIPv4, pod.IPv4},
+				{"IPv6", testbed.WorldIPv6, testbed.NodeIPv6, pod.IPv6},
 			} {
 				m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: family.world, seenAs: family.node}
 				t.Run("HTTP over "+family.name, m.http)
@@ -34,28 +35,31 @@ func TestProxyAcceptsInThePod(t *testing.T) {
 					m.wantLogged(t, fmt.Sprintf("%s from %s of default/web uid-web outbound", kind, family.pod))
 				}
 			}
-			before := strings.Count(proxy.Log(), "http from "+pod.IPv4+" of")
+			flows := func() int { return strings.Count(proxy.Log(), "http from "+pod.IPv4+" of") }
+			before := flows()
 			m := mitmCase{node: n, proxy: proxy, from: pod.Nested(), world: testbed.WorldIPv4, seenAs: testbed.NodeIPv4}
 			t.Run("from a nested container", m.http)
-			testbed.Eventually(t, "it is seen as the pod", func() bool { return strings.Count(proxy.Log(), "http from "+pod.IPv4+" of") > before })
+			testbed.Eventually(t, "its flow is the pod's", func() bool { return flows() > before })
 		})
 	}
 }
 
-// TestAddonWithNewerMitmproxy runs the addon's code for versions that are not here against stand-ins for what it uses of
-// them.
+// TestAddonWithNewerMitmproxy runs the addon's code for newer versions of mitmproxy against stand-ins for their
+// modules.
 func TestAddonWithNewerMitmproxy(t *testing.T) {
 	t.Parallel()
 	for _, version := range []string{"9", "12"} {
-		out, err := exec.CommandContext(t.Context(), "/usr/bin/python3", "-B", "testdata/newer_mitmproxy.py", testbed.Addon(t), version).CombinedOutput()
+		const program = "testdata/newer_mitmproxy.py"
+		cmd := exec.CommandContext(t.Context(), "/usr/bin/python3", "-B", program, testbed.Addon(t), version)
+		out, err := cmd.CombinedOutput()
 		if err != nil || string(out) != "ok\n" {
 			t.Errorf("%s: %v\n%s", version, err, out)
 		}
 	}
 }
 
-// TestAddonBesideARelay: the flows of a mitmproxy that is asked by CONNECT show the pod too, if it is sluiced that says so.
-func TestAddonBesideARelay(t *testing.T) {
+// TestAddonBehindARelay: the flows of a mitmproxy that is asked by CONNECT show the pod too, but only if sluiced asks.
+func TestAddonBehindARelay(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	serveWorld(t, n)
@@ -66,18 +70,26 @@ func TestAddonBesideARelay(t *testing.T) {
 	m.http(t)
 	m.wantLogged(t, "of default/web uid-web outbound comment default/web")
 	m.clientFirst(t)
-	testbed.Eventually(t, "raw TCP shows it too", func() bool { return strings.Contains(proxy.Log(), "tcp from 127.0.0.1 of default/web") })
+	testbed.Eventually(t, "flows of raw TCP show it too", func() bool {
+		return strings.Contains(proxy.Log(), "tcp from 127.0.0.1 of default/web")
+	})
 
-	// Somebody else who asks the proxy says that it is that pod.
-	forged := n.LaunchMitmdump("--listen-host", "198.51.100.1", "--listen-port", "18081", "-s", testbed.Addon(t), "--set", "sluice_socket=", "-s", n.FlowPrinter(), "--tcp-hosts", ".*")
-	n.WaitListening(forged, "198.51.100.1:18081")
-	c, err := n.World.Dial(testbed.Context(t), "tcp", "198.51.100.1:18081")
+	// Another client asks a proxy and names that pod.
+	const address = testbed.NodeIPv4 + ":18081"
+	forged := n.LaunchMitmdump(append([]string{
+		"--listen-host", testbed.NodeIPv4, "--listen-port", "18081",
+		"-s", testbed.Addon(t), "--set", "sluice_socket=", "-s", n.FlowPrinter(),
+	}, testbed.RawTCP...)...)
+	n.WaitListening(forged, address)
+	c, err := n.World.Dial(testbed.Context(t), "tcp", address)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer c.Close() //nolint:errcheck // read as far as it matters
+	defer c.Close() //nolint:errcheck // its response was read
 	destination := net.JoinHostPort(testbed.WorldIPv4, portClientFirst)
-	resp, err := testbed.RoundTrip(testbed.Context(t), c, "CONNECT "+destination+" HTTP/1.1\r\nHost: "+destination+"\r\nSluice-Pod-Namespace: default\r\nSluice-Pod-Name: web\r\nSluice-Pod-UID: x\r\n\r\n")
+	request := "CONNECT " + destination + " HTTP/1.1\r\nHost: " + destination +
+		"\r\nSluice-Pod-Namespace: default\r\nSluice-Pod-Name: web\r\nSluice-Pod-UID: x\r\n\r\n"
+	resp, err := testbed.RoundTrip(testbed.Context(t), c, request)
 	if err != nil || resp.StatusCode != 200 {
 		t.Fatalf("CONNECT: %v, %v", resp, err)
 	}
@@ -85,8 +97,10 @@ func TestAddonBesideARelay(t *testing.T) {
 	if _, err := c.Write([]byte("\x01 hello")); err != nil {
 		t.Fatal(err)
 	}
-	testbed.Eventually(t, "the flow is there", func() bool { return strings.Contains(forged.Log(), "tcp from 198.51.100.10 of") })
+	testbed.Eventually(t, "the flow is there", func() bool {
+		return strings.Contains(forged.Log(), "tcp from "+testbed.WorldIPv4+" of")
+	})
 	if strings.Contains(forged.Log(), "default/web") {
-		t.Error("it is believed")
+		t.Error("the flow shows the pod, though sluiced has not asked")
 	}
 }

@@ -14,8 +14,8 @@ import (
 
 var screenshot = flag.String("screenshot", "", "write a picture of mitmweb to this file")
 
-// TestScreenshot takes a picture for the documentation, of mitmweb in a real browser: `make screenshot`. It fails unless the
-// page finds the flow of a pod by the pod's name. This version of mitmweb shows comments nowhere else.
+// TestScreenshot takes a picture of mitmweb in a real browser for the documentation: `make screenshot`. It fails unless
+// the page finds the flow of a pod by the pod's name. This version of mitmweb shows comments nowhere else.
 func TestScreenshot(t *testing.T) {
 	if *screenshot == "" {
 		t.Skip("it is for `make screenshot`")
@@ -23,24 +23,26 @@ func TestScreenshot(t *testing.T) {
 	n := testbed.NewWith(t, "sockets")
 	serveWorld(t, n)
 	const address = "127.0.0.1:8081"
-	proxy := testbed.Launch(n.Host, "mitmweb", "--set", "confdir="+n.Confdir(), "--set", "server=false", "--set", "web_open_browser=false",
-		"--web-host", "127.0.0.1", "--web-port", "8081", "--set", "sluice_socket="+n.ProxySocket(), "-s", testbed.Addon(t), "--showhost")
+	proxy := testbed.Launch(n.Host, "mitmweb", "--set", "confdir="+n.Confdir(), "--set", "server=false",
+		"--set", "web_open_browser=false", "--web-host", "127.0.0.1", "--web-port", "8081",
+		"--set", "sluice_socket="+n.ProxySocket(), "-s", testbed.Addon(t), "--showhost")
 	d := n.StartDaemon()
 	pods := []*testbed.Pod{n.AddPod("runner1"), n.AddPod("runner2")}
 	d.WaitForProxies(1, len(pods))
 	for _, pod := range pods {
 		m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: testbed.WorldIPv4}
 		destination := net.JoinHostPort(m.world, portHTTP)
-		if _, err := testbed.Get(testbed.Context(t), m.client(destination, nil), "http://"+site+"/"+pod.Name()); err != nil {
+		url := "http://" + site + "/" + pod.Name()
+		if _, err := testbed.Get(testbed.Context(t), m.client(destination, nil), url); err != nil {
 			t.Fatal(err)
 		}
 	}
 	n.WaitListening(proxy, address)
 	browse := func(args ...string) string {
 		cmd := exec.CommandContext(t.Context(), "chromium", append(append([]string{
-			"--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-			"--disable-component-update", "--disable-sync", "--user-data-dir=" + t.TempDir(), "--window-size=1280,240",
-			"--virtual-time-budget=5000",
+			"--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+			"--disable-background-networking", "--disable-component-update", "--disable-sync",
+			"--user-data-dir=" + t.TempDir(), "--window-size=1280,240", "--virtual-time-budget=5000",
 		}, args...), "http://"+address+"/#/flows?s="+url.PathEscape("~comment default/runner1"))...)
 		out := new(strings.Builder)
 		cmd.Stdout = out

@@ -16,8 +16,8 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestThroughMitmproxy is the main job: every kind of traffic, in both families, through every way to capture
-// it and every way to hand it to mitmproxy.
+// TestThroughMitmproxy is the main job of sluice: every kind of traffic, over IPv4 and IPv6, by every flavour of the
+// rules and every protocol of mitmproxy.
 func TestThroughMitmproxy(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
@@ -26,12 +26,14 @@ func TestThroughMitmproxy(t *testing.T) {
 				t.Parallel()
 				n := testbed.New(t)
 				ca := serveWorld(t, n)
-				n.Config["upstream"] = map[string]any{"address": testbed.ProxyAddress, "protocol": protocol.name}
-				proxy := n.StartMitmdump("--mode", protocol.mode, "--showhost", "--set", "ssl_verify_upstream_trusted_ca="+ca)
+				n.SetProtocol(protocol.name)
+				proxy := n.StartMitmdump("--mode", protocol.mode, "--showhost",
+					"--set", "ssl_verify_upstream_trusted_ca="+ca)
 				n.StartDaemon()
 				pod := f.AddPod(t, n, "web", nil)
 				for _, family := range []struct{ name, world, node string }{
-					{"IPv4", testbed.WorldIPv4, testbed.NodeIPv4}, {"IPv6", testbed.WorldIPv6, testbed.NodeIPv6},
+					{"IPv4", testbed.WorldIPv4, testbed.NodeIPv4},
+					{"IPv6", testbed.WorldIPv6, testbed.NodeIPv6},
 				} {
 					m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: family.world, seenAs: family.node}
 					t.Run("HTTP over "+family.name, m.http)
@@ -49,7 +51,7 @@ type mitmCase struct {
 	proxy  *testbed.Program
 	from   *testbed.Host
 	world  string // the server's address
-	seenAs string // the address from which it is asked
+	seenAs string // the address that the server sees
 }
 
 func (m mitmCase) http(t *testing.T) {
@@ -72,8 +74,8 @@ func (m mitmCase) https(t *testing.T) {
 }
 
 func (m mitmCase) clientFirst(t *testing.T) {
-	said, err := m.converse(t, portClientFirst, "\x01\x02 no protocol that anybody knows")
-	m.want(t, err, said, m.seenAs+" said \x01\x02 no protocol that anybody knows")
+	said, err := m.converse(t, portClientFirst, "\x01\x02 no known protocol")
+	m.want(t, err, said, m.seenAs+" said \x01\x02 no known protocol")
 	m.wantLogged(t, "tcp -> "+net.JoinHostPort(m.world, portClientFirst))
 }
 
@@ -83,7 +85,7 @@ func (m mitmCase) serverFirst(t *testing.T) {
 	m.wantLogged(t, "tcp -> "+net.JoinHostPort(m.world, portServerFirst))
 }
 
-// converse waits for the banner where there is one, says something, and hears all of the answer.
+// converse reads the banner if there is one, sends a message, and reads all of the response.
 func (m mitmCase) converse(t *testing.T, port, say string) (string, error) {
 	t.Helper()
 	ctx := testbed.Context(t)
@@ -119,10 +121,12 @@ func (m mitmCase) want(t *testing.T, err error, got, want string) {
 
 func (m mitmCase) wantLogged(t *testing.T, line string) {
 	t.Helper()
-	testbed.Eventually(t, fmt.Sprintf("mitmproxy logs %q", line), func() bool { return strings.Contains(m.proxy.Log(), line) })
+	testbed.Eventually(t, fmt.Sprintf("mitmproxy logs %q", line), func() bool {
+		return strings.Contains(m.proxy.Log(), line)
+	})
 }
 
-// client connects to destination, whatever the URL says.
+// client connects to destination for any URL.
 func (m mitmCase) client(destination string, trusted *x509.CertPool) *http.Client {
 	return &http.Client{Transport: &http.Transport{
 		DisableKeepAlives: true,

@@ -20,7 +20,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// site is the name of the server in the world. Nobody can resolve it: only Host and SNI carry it.
+// site is the name of the server in the world. It cannot be resolved: only Host and SNI carry it.
 const site = "site.example.test"
 
 // Ports of the servers in the world.
@@ -40,7 +40,8 @@ func serveWorld(t *testing.T, n *testbed.Node) (caFile string) {
 	certificate := certify(t, caFile)
 	for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
 		plain := n.World.Listen(net.JoinHostPort(ip, portHTTP))
-		secret := tls.NewListener(n.World.Listen(net.JoinHostPort(ip, portHTTPS)), &tls.Config{Certificates: []tls.Certificate{certificate}})
+		withTLS := &tls.Config{Certificates: []tls.Certificate{certificate}}
+		secret := tls.NewListener(n.World.Listen(net.JoinHostPort(ip, portHTTPS)), withTLS)
 		for _, l := range []net.Listener{plain, secret} {
 			s := &http.Server{Handler: http.HandlerFunc(tellRequest), ReadHeaderTimeout: time.Minute}
 			go func() { _ = s.Serve(l) }() // ends with the listener
@@ -54,7 +55,7 @@ func serveWorld(t *testing.T, n *testbed.Node) (caFile string) {
 	return caFile
 }
 
-// tellRequest answers with what reached the server.
+// tellRequest answers with the request as it reached the server.
 func tellRequest(w http.ResponseWriter, r *http.Request) {
 	from, _, _ := net.SplitHostPort(r.RemoteAddr)
 	fmt.Fprintf(w, "%s asked for %s as %s", from, r.Host, r.Context().Value(http.LocalAddrContextKey))
@@ -63,7 +64,7 @@ func tellRequest(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// tellFirstBytes answers with what was said first, and hangs up.
+// tellFirstBytes answers with the first bytes that it gets, and closes the connection.
 func tellFirstBytes(c net.Conn) {
 	b := make([]byte, 1<<10)
 	if n, err := c.Read(b); err == nil {
@@ -96,7 +97,8 @@ func certify(t *testing.T, caFile string) tls.Certificate {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(caFile, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: caDER}), 0o600); err != nil {
+	caPEM := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: caDER})
+	if err := os.WriteFile(caFile, caPEM, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	return tls.Certificate{Certificate: [][]byte{leafDER}, PrivateKey: key}

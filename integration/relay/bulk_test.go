@@ -18,15 +18,15 @@ const (
 	uploadPort   = "9002"
 )
 
-// TestBulkDataStaysInTheKernel: the daemon moves it by splice(2). What it reads and writes itself the kernel
-// accounts for; what is spliced it does not.
+// TestBulkDataStaysInTheKernel: the daemon moves it by splice(2). The kernel accounts for the bytes that a process
+// reads and writes, and not for those that it splices.
 func TestBulkDataStaysInTheKernel(t *testing.T) {
 	t.Parallel()
 	for _, protocol := range []string{"connect", "socks5"} {
 		t.Run(protocol, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, protocol)
-			// What is lost on the way is missed at its end.
+			// The client misses bytes that are lost.
 			n.World.Serve(":"+downloadPort, func(c net.Conn) {
 				sum, _ := sendBulk(c)
 				_, _ = c.Write(sum)
@@ -54,7 +54,7 @@ func TestBulkDataStaysInTheKernel(t *testing.T) {
 	}
 }
 
-// sendBulk sends bulkSize bytes and returns what they sum up to.
+// sendBulk sends bulkSize bytes and returns their checksum.
 func sendBulk(c net.Conn) ([]byte, error) {
 	sum, block := sha256.New(), testbed.RandomBytes(1<<20)
 	for range bulkSize / len(block) {
@@ -67,7 +67,7 @@ func sendBulk(c net.Conn) ([]byte, error) {
 	return sum.Sum(nil), nil
 }
 
-// download wants bulkSize bytes and then their sum.
+// download reads bulkSize bytes and then their checksum.
 func download(t *testing.T, h *testbed.Host, address string) {
 	t.Helper()
 	c := testbed.MustOpen(t, h, address)
@@ -80,7 +80,7 @@ func download(t *testing.T, h *testbed.Host, address string) {
 	_ = c.Close() // read to its end
 }
 
-// upload sends bulkSize bytes and wants their sum back.
+// upload sends bulkSize bytes and reads back their checksum.
 func upload(t *testing.T, h *testbed.Host, address string) {
 	t.Helper()
 	c := testbed.MustOpen(t, h, address)

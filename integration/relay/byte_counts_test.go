@@ -9,15 +9,17 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestBytesOfServersThatSpeakAtOnceAreCounted: what they say arrives with the upstream's answer, or right behind it.
-func TestBytesOfServersThatSpeakAtOnceAreCounted(t *testing.T) {
+// TestEarlyBytesOfServersAreCounted: the first bytes of a server that speaks first arrive with the upstream's response,
+// or right behind it.
+func TestEarlyBytesOfServersAreCounted(t *testing.T) {
 	t.Parallel()
 	for _, protocol := range []string{"connect", "socks5"} {
 		t.Run(protocol, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, protocol)
 			speech := testbed.RandomBytes(32 << 10)
-			n.World.Serve(testbed.Web, func(c net.Conn) { _, _ = c.Write(speech) }) // what is lost is missed
+			// The client misses bytes that are lost.
+			n.World.Serve(testbed.Web, func(c net.Conn) { _, _ = c.Write(speech) })
 			n.StartAnsweringProxy(protocol, "").Mend()
 			d := n.StartDaemon()
 			pod := n.AddPod("listening")

@@ -19,13 +19,15 @@ import (
 type upstream struct {
 	name, protocol string
 	start          func(*testbed.Node)
-	// neverCloses: mitmproxy 8.1.1 never closes a raw connection whose other end was the first to half-close.
+	// neverCloses: mitmproxy 8.1.1 never closes a raw connection if the other end was the first to half-close.
 	neverCloses bool
 }
 
 var (
 	connectProxy = upstream{"connect", "connect", func(n *testbed.Node) { n.StartConnectProxy() }, false}
-	socks5Proxy  = upstream{"socks5", "socks5", func(n *testbed.Node) { n.StartAnsweringProxy("socks5", "").Mend() }, false}
+	socks5Proxy  = upstream{
+		"socks5", "socks5", func(n *testbed.Node) { n.StartAnsweringProxy("socks5", "").Mend() }, false,
+	}
 
 	mitmproxyByConnect = upstream{"mitmproxy connect", "connect", func(n *testbed.Node) { n.StartMitmdump() }, true}
 	mitmproxyBySOCKS5  = upstream{
@@ -240,8 +242,8 @@ func TestResetsArePassedOn(t *testing.T) {
 	}
 }
 
-// TestConnectionOfClosedAppEnds: the relay holds back the FIN of an app only while a process may wait for a response. If
-// the app is in a container nested in the pod, the daemon does not know that at once.
+// TestConnectionOfClosedAppEnds: the relay holds back the FIN of an app only while a process may wait for a response.
+// If the app is in a container nested in the pod, the daemon does not know that at once.
 func TestConnectionOfClosedAppEnds(t *testing.T) {
 	t.Parallel()
 	for _, u := range upstreams {
@@ -276,8 +278,8 @@ func TestConnectionOfClosedAppEnds(t *testing.T) {
 	}
 }
 
-// TestConnectionOfClosedAppEndsThoughTheUpstreamKeepsIt: mitmproxy 8.1.1 never closes such a connection, but no process is
-// left that could read its response.
+// TestConnectionOfClosedAppEndsThoughTheUpstreamKeepsIt: mitmproxy 8.1.1 never closes such a connection, but no process
+// is left that could read its response.
 func TestConnectionOfClosedAppEndsThoughTheUpstreamKeepsIt(t *testing.T) {
 	t.Parallel()
 	for _, u := range []upstream{mitmproxyByConnect, mitmproxyBySOCKS5} {

@@ -7,8 +7,8 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestUpstreamLearnsWhoAsks: the CONNECT request names the pod, and the pod's own address whoever in it asks.
-func TestUpstreamLearnsWhoAsks(t *testing.T) {
+// TestRequestNamesThePod: the CONNECT request has the pod and the pod's own address, also for a container in the pod.
+func TestRequestNamesThePod(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	proxy := n.StartRecordingProxy(testbed.ProxyAddress)

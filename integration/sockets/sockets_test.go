@@ -29,9 +29,9 @@ func TestConnectionsWaitInFullAcceptQueues(t *testing.T) {
 			pods := []*testbed.Pod{f.AddPod(t, n, "one", narrow), f.AddPod(t, n, "two", narrow)}
 			hosts := []*testbed.Host{pods[0].Host, pods[1].Host}
 			const clients = 80
-			// A queue is full when it is longer than the backlog (sk_acceptq_is_full in include/net/sock.h), so it has at
-			// least one connection more. It may have several more: tcp_v4_syn_recv_sock checks the length without the
-			// listener's lock, and handshakes that end on several processors at the same time all pass.
+			// A queue is full when it is longer than the backlog (sk_acceptq_is_full in include/net/sock.h), so it has
+			// at least one connection more. It may have several more: tcp_v4_syn_recv_sock checks the length without
+			// the listener's lock, and handshakes that end on several processors at the same time all pass.
 			full := func() bool {
 				queued := 0
 				for _, h := range hosts {
@@ -44,7 +44,7 @@ func TestConnectionsWaitInFullAcceptQueues(t *testing.T) {
 				return queued < clients && d.Waiting(pods...) == queued
 			}
 			connect := func() <-chan error {
-				return testbed.Echoes(testbed.Context(t), clients/len(hosts), testbed.RandomBytes(200), hosts...)
+				return testbed.Echoes(t, clients/len(hosts), 200, hosts...)
 			}
 			outcome := connect()
 			testbed.Eventually(t, "the queues of both families are full", full)
@@ -81,18 +81,19 @@ func TestProxiesShareTheAcceptQueues(t *testing.T) {
 	t.Parallel()
 	n := testbed.NewWith(t, "sockets")
 	n.ServeEcho()
-	proxies := []*testbed.Program{n.LaunchAddon(testbed.RawTCP...), n.LaunchAddon(append(testbed.RawTCP, "--listen-port", "18081")...)}
+	second := append(slices.Clone(testbed.RawTCP), "--listen-port", "18081")
+	proxies := []*testbed.Program{n.LaunchAddon(testbed.RawTCP...), n.LaunchAddon(second...)}
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	d.WaitForProxies(2, 1)
 	served := func(i int) int { return strings.Count(proxies[i].Log(), "client connect") }
 	testbed.Eventually(t, "both have served", func() bool {
-		testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 50, testbed.RandomBytes(200), pod.Host), 50)
+		testbed.EchoAll(t, 50, 200, pod.Host)
 		return served(0) > 0 && served(1) > 0
 	})
 	for stopped, p := range proxies {
 		p.Freeze()
-		testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(200), pod.Host), 20)
+		testbed.EchoAll(t, 20, 200, pod.Host)
 		p.Signal(syscall.SIGCONT)
 		testbed.Eventually(t, "the other proxy has served all", func() bool { return served(1-stopped) >= 20 })
 	}
@@ -117,19 +118,19 @@ func TestProxyServesWithoutTheDaemon(t *testing.T) {
 	d = n.HandOver(d)
 	testbed.WantEcho(t, open, "after a hand-over")
 	d.WaitForProxies(1, 1)
-	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 5, testbed.RandomBytes(200), pod.Host), 5)
+	testbed.EchoAll(t, 5, 200, pod.Host)
 
 	d.Kill()
 	testbed.WantEcho(t, open, "without a daemon")
-	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 5, testbed.RandomBytes(200), pod.Host), 5)
+	testbed.EchoAll(t, 5, 200, pod.Host)
 	d = n.StartDaemon()
 	testbed.Eventually(t, "the next daemon has the listeners back", func() bool { return len(d.Of(pod).Notes) == 0 })
 	d.WaitForProxies(1, 1)
 	testbed.WantEcho(t, open, "after a kill")
-	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 5, testbed.RandomBytes(200), pod.Host), 5)
+	testbed.EchoAll(t, 5, 200, pod.Host)
 
 	d.Stop()
-	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 5, testbed.RandomBytes(200), pod.Host), 5)
+	testbed.EchoAll(t, 5, 200, pod.Host)
 	d = n.StartDaemon()
 	d.WaitForProxies(1, 1)
 	testbed.WantEcho(t, open, "after a stop")
@@ -142,15 +143,15 @@ func TestProxyServesWithoutTheDaemon(t *testing.T) {
 	}
 }
 
-// TestFromRelayToSocketsAndBack: the configuration changes with a hand-over, so the proxy accepts and then the relay again.
-// Connections that are open or wait are not disturbed.
+// TestFromRelayToSocketsAndBack: the configuration changes with a hand-over, so the proxy accepts and then the relay
+// again. Connections that are open or wait are not disturbed.
 func TestFromRelayToSocketsAndBack(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.ServeEcho()
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
-	outcome := testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(200), pod.Host)
+	outcome := testbed.Echoes(t, 20, 200, pod.Host)
 	testbed.Eventually(t, "all of them wait for the relay's upstream", func() bool { return d.Waiting(pod) == 20 })
 	relayed := n.Config["upstream"]
 	n.Config["upstream"] = map[string]any{"protocol": "sockets"}
@@ -171,7 +172,8 @@ func TestFromRelayToSocketsAndBack(t *testing.T) {
 	})
 	n.StartConnectProxy()
 	testbed.Eventually(t, "the relay accepts", func() bool {
-		return testbed.Echo(testbed.Context(t), pod.Host, testbed.EchoAddresses[1], []byte{1, 2, 3}) == nil && d.Of(pod).Bytes > 0
+		err := testbed.Echo(testbed.Context(t), pod.Host, testbed.EchoAddresses[1], []byte{1, 2, 3})
+		return err == nil && d.Of(pod).Bytes > 0
 	})
 	testbed.WantEcho(t, open, "while the relay accepts")
 }
@@ -194,7 +196,7 @@ func TestPodEndsWhileTheProxyIsStopped(t *testing.T) {
 	})
 	proxy.Signal(syscall.SIGCONT)
 	d.WaitForProxies(1, 1) // it returns and lets go
-	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 5, testbed.RandomBytes(200), other.Host), 5)
+	testbed.EchoAll(t, 5, 200, other.Host)
 }
 
 // TestProxyClosesDescriptorsOfEndedConnections.
@@ -214,7 +216,7 @@ func TestProxyClosesDescriptorsOfEndedConnections(t *testing.T) {
 		return len(entries)
 	}
 	before := descriptors()
-	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 50, testbed.RandomBytes(200), pod.Host), 50)
+	testbed.EchoAll(t, 50, 200, pod.Host)
 	testbed.Eventually(t, "the proxy has about as many descriptors as before", func() bool {
 		return descriptors() <= before+5
 	})
@@ -227,7 +229,7 @@ func TestProxyWithFewDescriptors(t *testing.T) {
 	n.ServeEcho()
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
-	outcome := testbed.Echoes(testbed.Context(t), 200, testbed.RandomBytes(200), pod.Host)
+	outcome := testbed.Echoes(t, 200, 200, pod.Host)
 	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == 200 })
 	proxy := n.LaunchAddon(testbed.RawTCP...)
 	few := unix.Rlimit{Cur: 128, Max: 128}

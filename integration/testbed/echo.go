@@ -66,9 +66,11 @@ func Echo(ctx context.Context, h *Host, address string, payload []byte) error {
 	return nil
 }
 
-// Echoes runs count echoes from each host at the same time, over IPv4 and IPv6 in turn. The channel gets the outcome
-// of each.
-func Echoes(ctx context.Context, count int, payload []byte, hosts ...*Host) <-chan error {
+// Echoes runs count echoes of size bytes from each host at the same time, over IPv4 and IPv6 in turn, within a minute.
+// The channel gets the outcome of each.
+func Echoes(t *testing.T, count, size int, hosts ...*Host) <-chan error {
+	t.Helper()
+	ctx, payload := Context(t), RandomBytes(size)
 	outcome := make(chan error, count*len(hosts))
 	for _, h := range hosts {
 		for i := range count {
@@ -76,6 +78,12 @@ func Echoes(ctx context.Context, count int, payload []byte, hosts ...*Host) <-ch
 		}
 	}
 	return outcome
+}
+
+// EchoAll runs such echoes and ends the test unless all of them are served.
+func EchoAll(t *testing.T, count, size int, hosts ...*Host) {
+	t.Helper()
+	WantServed(t, Echoes(t, count, size, hosts...), count*len(hosts))
 }
 
 // WantServed ends the test unless the next n outcomes are without an error.
@@ -188,7 +196,7 @@ func WantEchoes(t *testing.T, talks []*Talk) {
 	ForEach(t, len(talks), func(i int) error { return talks[i].Receive() })
 }
 
-// WantAllReset fails the test unless every connection ends with a reset, whatever it receives before that.
+// WantAllReset fails the test unless every connection ends with a reset, after any number of bytes.
 func WantAllReset(t *testing.T, talks []*Talk) {
 	t.Helper()
 	for _, c := range talks {

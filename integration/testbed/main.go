@@ -82,8 +82,8 @@ func mainInUserNS() int {
 		return exit.ExitCode()
 	}
 	if err != nil {
-		const hint = "these tests make network namespaces: run them as root, or where unprivileged user namespaces are allowed"
-		return failMain(hint, err)
+		return failMain("these tests make network namespaces: "+
+			"run them as root, or where unprivileged user namespaces are allowed", err)
 	}
 	return 0
 }

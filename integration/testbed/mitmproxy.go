@@ -122,7 +122,8 @@ func (n *Node) FlowPrinter() string {
 	const program = `
 def tell(kind, flow):
     m = flow.metadata
-    print(kind, "from", flow.client_conn.peername[0], "of", m.get("sluice.pod"), m.get("sluice.uid"), m.get("sluice.direction"),
+    print(kind, "from", flow.client_conn.peername[0],
+          "of", m.get("sluice.pod"), m.get("sluice.uid"), m.get("sluice.direction"),
           "comment", flow.comment, flush=True)
 
 def response(flow): tell("http", flow)

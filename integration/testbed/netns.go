@@ -7,12 +7,12 @@
 //
 // A test begins with a few lines of these:
 //
-//	n := testbed.New(t)          // a node, and the world
-//	n.ServeEcho()                // an echo service in the world
+//	n := testbed.New(t)                     // a node, and the world
+//	n.ServeEcho()                           // an echo service in the world
 //	proxy := n.StartConnectProxy()
 //	d := n.StartDaemon()
-//	pod := n.AddPod("web")       // by ADD of the real chain
-//	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(200), pod.Host), 10)
+//	pod := n.AddPod("web")                  // by ADD of the real chain
+//	testbed.EchoAll(t, 10, 200, pod.Host)   // ten connections, 200 bytes each
 package testbed
 
 import (
@@ -74,7 +74,7 @@ func (h *Host) IP(args ...string) {
 	Run(h.tb, "ip", append([]string{"-n", h.Name}, args...)...)
 }
 
-// Exec runs a command in the netns and returns what it prints. A failure ends the test.
+// Exec runs a command in the netns and returns its output. A failure ends the test.
 func (h *Host) Exec(name string, args ...string) string {
 	h.tb.Helper()
 	out, err := h.TryExec(name, args...)

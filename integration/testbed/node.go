@@ -44,7 +44,7 @@ type Node struct {
 	CNIVersion string
 	// LogLevel is the daemon's.
 	LogLevel string
-	// ConfDir is set where the daemon installs itself: the conflist is then what a runtime finds there.
+	// ConfDir is set where the daemon installs itself: the conflist is then the file that a runtime finds there.
 	ConfDir string
 
 	bin string
@@ -81,7 +81,8 @@ func NewNode(tb TB, binaries string) *Node {
 		"stateDir":       n.StateDir(),
 		"metricsAddress": "",
 	}
-	// Without one, CNIConfig makes an Exec at its first call, which is a race between pods that are added at the same time.
+	// Without one, CNIConfig makes an Exec at its first call, which is a race between pods that are added at the same
+	// time.
 	run := &invoke.DefaultExec{RawExec: &invoke.RawExec{Stderr: os.Stderr}}
 	path := []string{n.binDir(), binaries, CNIPlugins}
 	n.cni = libcni.NewCNIConfigWithCacheDir(path, filepath.Join(n.Dir, "cni-cache"), run)
@@ -105,7 +106,8 @@ func NewNode(tb TB, binaries string) *Node {
 	return n
 }
 
-// SetProtocol sets the protocol of the node's upstream: connect, socks5 or sockets. Call it before the daemon is started.
+// SetProtocol sets the protocol of the node's upstream: connect, socks5 or sockets. Call it before the daemon is
+// started.
 func (n *Node) SetProtocol(protocol string) {
 	upstream := map[string]any{"protocol": protocol}
 	if protocol != "sockets" { // its proxies come to the daemon

@@ -51,7 +51,8 @@ func (b *logBuffer) String() string {
 func Launch(h *Host, name string, args ...string) *Program {
 	h.tb.Helper()
 	p := &Program{
-		tb: h.tb, name: filepath.Base(name), cmd: exec.Command(name, args...), log: &logBuffer{}, done: make(chan struct{}),
+		tb: h.tb, name: filepath.Base(name), cmd: exec.Command(name, args...),
+		log: &logBuffer{}, done: make(chan struct{}),
 	}
 	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -71,7 +72,7 @@ func Launch(h *Host, name string, args ...string) *Program {
 	return p
 }
 
-// Log is what the program has printed so far.
+// Log is the output of the program so far.
 func (p *Program) Log() string { return p.log.String() }
 
 // Pid is the program's process ID.

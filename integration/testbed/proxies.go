@@ -168,8 +168,8 @@ func readSOCKS5(c net.Conn) (string, error) {
 	return netip.AddrPortFrom(ip, uint16(rest[length])<<8|uint16(rest[length+1])).String(), nil
 }
 
-// ConnectTo connects to a destination from the node on behalf of c, as a proxy does. It answers c with connected or with
-// refused, and carries bytes both ways until both directions have ended. The bytes of c are read from in.
+// ConnectTo connects to a destination from the node on behalf of c, as a proxy does. It answers c with connected or
+// with refused, and carries bytes both ways until both directions have ended. The bytes of c are read from in.
 func (n *Node) ConnectTo(c net.Conn, in io.Reader, destination, connected, refused string) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()

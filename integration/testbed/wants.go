@@ -177,7 +177,8 @@ func Describe(err error) string {
 	return fmt.Sprint(err)
 }
 
-// WantCNIError fails the test unless err is a CNI error with that code and every one of the words. Code 0 stands for any.
+// WantCNIError fails the test unless err is a CNI error with that code and every one of the words. Code 0 stands for
+// any.
 func WantCNIError(t *testing.T, err error, code uint, words ...string) {
 	t.Helper()
 	var e *types.Error

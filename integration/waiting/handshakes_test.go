@@ -10,7 +10,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// handshakes is how many connections the daemon brings to the upstream at a time.
+// handshakes is how many connections the daemon brings to the upstream at the same time.
 const handshakes = 64
 
 // holdingProxy is an upstream that lets requests wait for its answer.
@@ -21,7 +21,7 @@ type holdingProxy struct {
 
 	mu        sync.Mutex
 	held      []chan struct{}
-	connected int // connections that are not answered yet, asked on or not
+	connected int // connections without an answer yet, with a request or without
 	mostHeld  int
 	mostConns int
 }
@@ -46,7 +46,7 @@ func (p *holdingProxy) serve(c net.Conn) {
 	in := bufio.NewReader(c)
 	req, err := http.ReadRequest(in)
 	if err != nil {
-		return // the daemon's spare connection
+		return // the daemon's idle connection
 	}
 	if p.holds == nil || p.holds(req.Host) {
 		<-p.hold()
@@ -55,7 +55,7 @@ func (p *holdingProxy) serve(c net.Conn) {
 	p.node.ConnectTo(c, in, req.Host, testbed.Connected, "")
 }
 
-// hold counts a request among those held; what it returns is closed when it may be answered.
+// hold counts a request among those held. It returns a channel that is closed when the request may be answered.
 func (p *holdingProxy) hold() <-chan struct{} {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -65,14 +65,14 @@ func (p *holdingProxy) hold() <-chan struct{} {
 	return free
 }
 
-// waiting is how many requests it holds.
+// waiting is the number of requests that the proxy holds.
 func (p *holdingProxy) waiting() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return len(p.held)
 }
 
-// release answers what it holds, and returns how many that were.
+// release answers the requests that the proxy holds, and returns their number.
 func (p *holdingProxy) release() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -84,14 +84,14 @@ func (p *holdingProxy) release() int {
 	return n
 }
 
-// most is how many requests it held at a time, and how many connections were open without an answer.
+// most is the highest number of requests that the proxy held, and of connections without an answer.
 func (p *holdingProxy) most() (held, connected int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.mostHeld, p.mostConns
 }
 
-// TestHandshakesAreBounded: an upstream that comes late meets everybody at once, and its backlog is short.
+// TestHandshakesAreBounded: when a late upstream comes, all connections wait for it, and its backlog is short.
 func TestHandshakesAreBounded(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -99,25 +99,29 @@ func TestHandshakesAreBounded(t *testing.T) {
 	d := n.StartDaemon()
 	pods := []*testbed.Pod{n.AddPod("a"), n.AddPod("b"), n.AddPod("c")}
 	const count = 300
-	outcome := testbed.Echoes(testbed.Context(t), count/3, testbed.RandomBytes(200), pods[0].Host, pods[1].Host, pods[2].Host)
+	hosts := []*testbed.Host{pods[0].Host, pods[1].Host, pods[2].Host}
+	outcome := testbed.Echoes(t, count/3, 200, hosts...)
 	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pods...) == count })
 	proxy := startHoldingProxy(n, nil)
 	for answered := 0; answered < count; {
 		batch := min(handshakes, count-answered)
-		testbed.Eventually(t, "as many ask as may", func() bool { return proxy.waiting() >= batch })
+		testbed.Eventually(t, "the daemon asks for as many connections as it may", func() bool {
+			return proxy.waiting() >= batch
+		})
 		answered += proxy.release()
 	}
 	testbed.WantServed(t, outcome, count)
 	if held, connected := proxy.most(); held > handshakes || connected > handshakes+1 {
-		t.Errorf("%d asked at a time, on %d connections; want at most %d, and one spare connection", held, connected, handshakes)
+		t.Errorf("%d requests at the same time, on %d connections; want at most %d, and one idle connection",
+			held, connected, handshakes)
 	}
 	if got := n.SYNs(); got != 0 {
 		t.Errorf("%d SYNs left the pods, want none", got)
 	}
 }
 
-// TestDeadDestinationsDelayNobodyElse: what the upstream takes long to answer for does not use up the handshakes.
-func TestDeadDestinationsDelayNobodyElse(t *testing.T) {
+// TestDeadDestinationsDelayNoOthers: requests that the upstream takes long to answer do not use up the handshakes.
+func TestDeadDestinationsDelayNoOthers(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.ServeEcho()
@@ -130,13 +134,18 @@ func TestDeadDestinationsDelayNobodyElse(t *testing.T) {
 	for range count {
 		outcome := make(chan error, 1)
 		outcomes = append(outcomes, outcome)
-		go func() { outcome <- testbed.Echo(testbed.Context(t), unlucky.Host, dead, testbed.RandomBytes(200)) }()
+		go func() {
+			outcome <- testbed.Echo(testbed.Context(t), unlucky.Host, dead, testbed.RandomBytes(200))
+		}()
 	}
-	testbed.Eventually(t, "more are held than may be at a time", func() bool { return proxy.waiting() > handshakes })
-	if err := testbed.Echo(testbed.Context(t), other.Host, testbed.EchoAddresses[0], testbed.RandomBytes(200)); err != nil {
+	testbed.Eventually(t, "the proxy holds more requests than there are handshakes", func() bool {
+		return proxy.waiting() > handshakes
+	})
+	err := testbed.Echo(testbed.Context(t), other.Host, testbed.EchoAddresses[0], testbed.RandomBytes(200))
+	if err != nil {
 		t.Errorf("another pod's connection: %v", err)
 	}
-	testbed.Eventually(t, "the upstream is asked for every one of them", func() bool { return proxy.waiting() == count })
+	testbed.Eventually(t, "the upstream is asked for each of them", func() bool { return proxy.waiting() == count })
 	if got := d.Of(unlucky).Waiting; got != count {
 		t.Errorf("%d connections wait, want all %d", got, count)
 	}

@@ -12,13 +12,13 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// late are annotations.
+// late are the annotations for a policy and its timeout.
 func late(policy, timeout string) map[string]string {
 	return map[string]string{"sluice.dev/when-late": policy, "sluice.dev/late-timeout": timeout}
 }
 
-// TestQueueTimeout: connections are reset when they have waited for longer than the timeout of their pod; those of another
-// wait on, and are served.
+// TestQueueTimeout: connections are reset when they have waited for the timeout of their pod. Those of another pod wait
+// on, and are served.
 func TestQueueTimeout(t *testing.T) {
 	t.Parallel()
 	for _, protocol := range []string{"connect", "sockets"} {
@@ -30,24 +30,25 @@ func TestQueueTimeout(t *testing.T) {
 			d := n.StartDaemon()
 			hasty := n.AddPod("hasty")
 			patient := testbed.Flavours[0].AddPod(t, n, "patient", n.Annotated(late("queue", "0s")))
-			ends, served := testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(200), hasty.Host), testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(200), patient.Host)
+			ends := testbed.Echoes(t, 10, 200, hasty.Host)
+			served := testbed.Echoes(t, 10, 200, patient.Host)
 			testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(hasty, patient) == 20 })
 			for range 10 {
 				if err := <-ends; !errors.Is(err, syscall.ECONNRESET) {
 					t.Errorf("got %v, want a reset", err)
 				}
 			}
-			testbed.Eventually(t, "the log says so", func() bool {
+			testbed.Eventually(t, "the log says that they were reset", func() bool {
 				return strings.Contains(d.Log(), "connections were reset: they had waited for the upstream")
 			})
 			n.StartUpstream()
 			testbed.WantServed(t, served, 10)
-			testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(200), hasty.Host), 10)
+			testbed.EchoAll(t, 10, 200, hasty.Host)
 		})
 	}
 }
 
-// TestHold: ADD waits for the upstream, and for no longer than it may; other pods start meanwhile.
+// TestHold: ADD waits for the upstream within its timeout; other pods start meanwhile.
 func TestHold(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -62,8 +63,9 @@ func TestHold(t *testing.T) {
 	n.Annotated(late("hold", "0s"))(held)
 	added := make(chan error, 1)
 	go func() { added <- held.Add() }()
+	isHeld := func(a attach.AttachmentStatus) bool { return a.Pod == held.String() }
 	testbed.Eventually(t, "the pod is held", func() bool {
-		return slices.ContainsFunc(d.Status().Attachments, func(a attach.AttachmentStatus) bool { return a.Pod == held.String() })
+		return slices.ContainsFunc(d.Status().Attachments, isHeld)
 	})
 	n.AddPod("other")
 	select {
@@ -76,23 +78,25 @@ func TestHold(t *testing.T) {
 		t.Fatalf("ADD: %v", testbed.Describe(err))
 	}
 	t.Cleanup(func() { _ = held.Del() })
-	testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 4, testbed.RandomBytes(200), held.Host), 4)
+	testbed.EchoAll(t, 4, 200, held.Host)
 }
 
-// TestProbe: a mitmproxy that listens and does not serve is late, so what is to happen then happens, and it is there again as
-// soon as it serves.
-func TestProbe(t *testing.T) {
+// TestUpstreamThatFailsItsProbeIsLate: a mitmproxy that listens and does not serve is late, so connections wait. It is
+// there again as soon as it serves.
+func TestUpstreamThatFailsItsProbeIsLate(t *testing.T) {
 	t.Parallel()
 	for _, m := range mitmModes {
 		t.Run(m.protocol, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
-			n.Config["upstream"] = map[string]any{"address": testbed.ProxyAddress, "protocol": m.protocol, "probeInterval": "100ms"}
+			n.Config["upstream"] = map[string]any{
+				"address": testbed.ProxyAddress, "protocol": m.protocol, "probeInterval": "100ms",
+			}
 			n.ServeEcho()
 			proxy := n.StartMitmdump("--mode", m.mode, "--set", "ignore_hosts=.*")
 			d := n.StartDaemon()
 			pod := n.AddPod("web")
-			testbed.WantServed(t, testbed.Echoes(testbed.Context(t), 4, testbed.RandomBytes(200), pod.Host), 4)
+			testbed.EchoAll(t, 4, 200, pod.Host)
 			proxy.Freeze()
 			var up attach.UpstreamStatus
 			testbed.Eventually(t, "it is late", func() bool {
@@ -100,7 +104,7 @@ func TestProbe(t *testing.T) {
 				return !up.Ready
 			})
 			testbed.WantMatch(t, up.Reason, `it takes connections, and fails a probe: .*`)
-			outcome := testbed.Echoes(testbed.Context(t), 10, testbed.RandomBytes(200), pod.Host)
+			outcome := testbed.Echoes(t, 10, 200, pod.Host)
 			testbed.Eventually(t, "they wait", func() bool { return d.Of(pod).Waiting == 10 })
 			proxy.Signal(syscall.SIGCONT)
 			testbed.WantServed(t, outcome, 10)

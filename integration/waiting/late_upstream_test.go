@@ -39,7 +39,7 @@ func TestRequestWaitsForMitmproxy(t *testing.T) {
 	}
 }
 
-// serveHTTP serves a page in the world that says who asked.
+// serveHTTP serves a page in the world that names the address of the client.
 func serveHTTP(n *testbed.Node, address string) {
 	l := n.World.Listen(address)
 	s := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -64,10 +64,11 @@ func TestThousandConnectionsWaitForTheUpstream(t *testing.T) {
 				p := n.AddPod(name)
 				pods, hosts = append(pods, p), append(hosts, p.Host)
 			}
-			outcome := testbed.Echoes(testbed.Context(t), 250, testbed.RandomBytes(200), hosts...)
+			outcome := testbed.Echoes(t, 250, 200, hosts...)
 			testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pods...) == 1000 })
 			if got := n.SYNs(); got != 0 || seen.Load() != 0 || len(outcome) != 0 {
-				t.Errorf("%d SYNs left the pods, %d connections arrived, %d clients have ended; want none", got, seen.Load(), len(outcome))
+				t.Errorf("%d SYNs left the pods, %d connections arrived, %d clients have ended; want none",
+					got, seen.Load(), len(outcome))
 			}
 			n.StartConnectProxy()
 			testbed.WantServed(t, outcome, 1000)
@@ -78,7 +79,7 @@ func TestThousandConnectionsWaitForTheUpstream(t *testing.T) {
 	}
 }
 
-// A container nested in the pod has a netns of its own; its packets are forwarded, not sent, by the pod.
+// TestNestedContainerIsCapturedAndWaits: the pod forwards the packets of a container in it, and does not send them.
 func TestNestedContainerIsCapturedAndWaits(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"iptables", "nftables"} {
@@ -90,7 +91,7 @@ func TestNestedContainerIsCapturedAndWaits(t *testing.T) {
 			d := n.StartDaemon()
 			pod := n.AddPod("dind")
 			inner := pod.Nested()
-			outcome := testbed.Echoes(testbed.Context(t), 20, testbed.RandomBytes(200), inner)
+			outcome := testbed.Echoes(t, 20, 200, inner)
 			testbed.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 20 })
 			n.StartConnectProxy()
 			testbed.WantServed(t, outcome, 20)

@@ -12,19 +12,22 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// badGateway is mitmproxy's answer to CONNECT when it could not connect, with the reason as Python puts it.
+// badGateway is mitmproxy's response to CONNECT when it could not connect, with the reason in Python's words.
 func badGateway(reason string) string {
-	page := "<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1><p>" + reason + "</p></body></html>"
-	return fmt.Sprintf("HTTP/1.1 502 Bad Gateway\r\nServer: mitmproxy 8.1.1\r\nConnection: close\r\nContent-Type: text/html\r\ncontent-length: %d\r\n\r\n%s", len(page), page)
+	const head = "HTTP/1.1 502 Bad Gateway\r\nServer: mitmproxy 8.1.1\r\nConnection: close\r\n" +
+		"Content-Type: text/html\r\n"
+	page := "<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1><p>" + reason +
+		"</p></body></html>"
+	return fmt.Sprintf("%scontent-length: %d\r\n\r\n%s", head, len(page), page)
 }
 
-// socksReply is a SOCKS5 server's answer to a request.
+// socksReply is a SOCKS5 server's reply to a request.
 func socksReply(code byte) string {
 	return "\x05" + string(rune(code)) + "\x00\x01\x00\x00\x00\x00\x00\x00"
 }
 
-// TestConnectionsWaitForABetterAnswer: whatever is wrong with the upstream alone is no fault of the connections.
-func TestConnectionsWaitForABetterAnswer(t *testing.T) {
+// TestConnectionsWaitWhileTheUpstreamFails: a failure of the upstream alone is no reason to end a connection.
+func TestConnectionsWaitWhileTheUpstreamFails(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct{ name, protocol, answer string }{
 		{"502 without descriptors", "connect", badGateway("[Errno 24] Too many open files")},
@@ -41,10 +44,13 @@ func TestConnectionsWaitForABetterAnswer(t *testing.T) {
 			d := n.StartDaemon()
 			pod := n.AddPod("patient")
 			const count = 10
-			outcome := testbed.Echoes(testbed.Context(t), count, testbed.RandomBytes(64<<10), pod.Host)
-			testbed.Eventually(t, "the upstream is asked again and again", func() bool { return proxy.Asked() >= 4*count })
+			outcome := testbed.Echoes(t, count, 64<<10, pod.Host)
+			testbed.Eventually(t, "the upstream is asked again and again", func() bool {
+				return proxy.Asked() >= 4*count
+			})
 			if got := d.Of(pod).Waiting; got != count || len(outcome) != 0 || seen.Load() != 0 {
-				t.Errorf("%d connections wait, %d have ended, %d have arrived; want all %d to wait", got, len(outcome), seen.Load(), count)
+				t.Errorf("%d connections wait, %d have ended, %d have arrived; want all %d to wait",
+					got, len(outcome), seen.Load(), count)
 			}
 			proxy.Mend()
 			testbed.WantServed(t, outcome, count)
@@ -55,12 +61,13 @@ func TestConnectionsWaitForABetterAnswer(t *testing.T) {
 	}
 }
 
-// TestMisconfiguredUpstreamIsSaid: connections wait here too, and since nothing will change by itself, people
-// are told, once.
-func TestMisconfiguredUpstreamIsSaid(t *testing.T) {
+// TestMisconfiguredUpstreamIsReported: connections wait here too. Since only the operator can change that, the daemon
+// logs it as an error, once.
+func TestMisconfiguredUpstreamIsReported(t *testing.T) {
 	t.Parallel()
-	for _, c := range []struct{ name, protocol, answer, said string }{
-		{"407", "connect", "HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n", "wants a user and a password"},
+	const wantsPassword = "HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n"
+	for _, c := range []struct{ name, protocol, answer, report string }{
+		{"407", "connect", wantsPassword, "wants a user and a password"},
 		{"no HTTP proxy", "connect", "SSH-2.0-not-a-proxy\r\n\r\n", "no HTTP proxy answers there"},
 		{"SOCKS5 with a password", "socks5", "\x05\xff", "wants a user and a password"},
 		{"no SOCKS5 proxy", "socks5", "HT", "no SOCKS5 proxy answers there"},
@@ -73,25 +80,29 @@ func TestMisconfiguredUpstreamIsSaid(t *testing.T) {
 			d := n.StartDaemon()
 			pod := n.AddPod("patient")
 			const count = 6
-			outcome := testbed.Echoes(testbed.Context(t), count, testbed.RandomBytes(200), pod.Host)
+			outcome := testbed.Echoes(t, count, 200, pod.Host)
 			testbed.Eventually(t, "the upstream is asked again", func() bool { return proxy.Asked() >= 2*count })
-			wantSaid(t, n, d, c.said)
+			wantReported(t, n, d, c.report)
 			if got := d.Of(pod).Waiting; got != count || len(outcome) != 0 {
 				t.Errorf("%d connections wait, %d have ended; want all %d to wait", got, len(outcome), count)
 			}
 			proxy.Mend()
 			testbed.WantServed(t, outcome, count)
-			testbed.Eventually(t, "no more is said of it", func() bool { return d.Status().Upstream.Reason == "" })
-			testbed.Eventually(t, "but that it is well", func() bool { return strings.Contains(d.Log(), "upstream answers as it should again") })
+			testbed.Eventually(t, "the status no longer reports it", func() bool {
+				return d.Status().Upstream.Reason == ""
+			})
+			testbed.Eventually(t, "the log says that the upstream is well", func() bool {
+				return strings.Contains(d.Log(), "upstream answers as it should again")
+			})
 		})
 	}
 }
 
-// wantSaid fails the test unless the daemon says in its log, once, and in its status what is wrong with the upstream.
-func wantSaid(t *testing.T, n *testbed.Node, d *testbed.Daemon, what string) {
+// wantReported fails the test unless the daemon reports the fault of the upstream in its log, once, and in its status.
+func wantReported(t *testing.T, n *testbed.Node, d *testbed.Daemon, fault string) {
 	t.Helper()
 	var said []string
-	testbed.Eventually(t, "the log says what is wrong", func() bool { // the status may be quicker
+	testbed.Eventually(t, "the log names the fault", func() bool { // the status may be quicker
 		said = nil
 		for line := range strings.Lines(d.Log()) {
 			if strings.Contains(line, "connections wait until this is mended") {
@@ -100,14 +111,15 @@ func wantSaid(t *testing.T, n *testbed.Node, d *testbed.Daemon, what string) {
 		}
 		return len(said) > 0
 	})
-	if len(said) != 1 || !strings.Contains(said[0], "level=ERROR") || !strings.Contains(said[0], what) {
-		t.Errorf("the log has %q; want one error that the upstream %s", said, what)
+	if len(said) != 1 || !strings.Contains(said[0], "level=ERROR") || !strings.Contains(said[0], fault) {
+		t.Errorf("the log has %q; want one error that the upstream %s", said, fault)
 	}
-	testbed.WantMatch(t, testbed.MustSluiced(t, n, "status", "--agent-socket="+n.AgentSocket()), `upstream 127.0.0.1:18080 \(.*\): ready for .*`+what)
+	status := testbed.MustSluiced(t, n, "status", "--agent-socket="+n.AgentSocket())
+	testbed.WantMatch(t, status, `upstream 127.0.0.1:18080 \(.*\): ready for .*`+fault)
 }
 
-// TestUnreachableDestinationIsAReset: the upstream is well, so there is nothing to wait for; and an end without
-// an error would be an answer.
+// TestUnreachableDestinationIsAReset: the upstream is well, so the connection does not wait. An end without an error
+// would look like a response.
 func TestUnreachableDestinationIsAReset(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct{ name, protocol, answer string }{
@@ -140,9 +152,10 @@ func TestUnreachableDestinationIsAReset(t *testing.T) {
 	}
 }
 
-// mitmModes are the ways to ask mitmproxy.
+// mitmModes are the protocols of mitmproxy, and its modes for them.
 var mitmModes = []struct{ protocol, mode string }{{"connect", "regular"}, {"socks5", "socks5"}}
 
+// TestClosedPortBehindMitmproxyIsAReset: mitmproxy refuses to connect.
 func TestClosedPortBehindMitmproxyIsAReset(t *testing.T) {
 	t.Parallel()
 	for _, m := range mitmModes {
@@ -159,6 +172,7 @@ func TestClosedPortBehindMitmproxyIsAReset(t *testing.T) {
 	}
 }
 
+// TestMitmproxyThatWantsAPassword: requests wait until it no longer does.
 func TestMitmproxyThatWantsAPassword(t *testing.T) {
 	t.Parallel()
 	for _, m := range mitmModes {
@@ -166,7 +180,7 @@ func TestMitmproxyThatWantsAPassword(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, m.protocol)
 			serveHTTP(n, testbed.Web)
-			proxy := n.StartMitmdump("--mode", m.mode, "--set", "proxyauth=somebody:secret")
+			proxy := n.StartMitmdump("--mode", m.mode, "--set", "proxyauth=user:secret")
 			d := n.StartDaemon()
 			pod := n.AddPod("patient")
 			page := make(chan error, 1)
@@ -174,8 +188,8 @@ func TestMitmproxyThatWantsAPassword(t *testing.T) {
 				_, err := pod.Host.Get(testbed.Context(t), "http://"+testbed.Web)
 				page <- err
 			}()
-			testbed.Eventually(t, "the daemon knows what is wrong", func() bool { return d.Status().Upstream.Reason != "" })
-			wantSaid(t, n, d, "wants a user and a password")
+			testbed.Eventually(t, "the daemon knows the fault", func() bool { return d.Status().Upstream.Reason != "" })
+			wantReported(t, n, d, "wants a user and a password")
 			if got := d.Of(pod).Waiting; got != 1 || len(page) != 0 {
 				t.Errorf("%d requests wait, %d have ended; want one to wait", got, len(page))
 			}
@@ -186,6 +200,7 @@ func TestMitmproxyThatWantsAPassword(t *testing.T) {
 	}
 }
 
+// TestMitmproxyOutOfDescriptors: a request waits until mitmproxy can connect again.
 func TestMitmproxyOutOfDescriptors(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
@@ -197,8 +212,8 @@ func TestMitmproxyOutOfDescriptors(t *testing.T) {
 	if _, err := pod.Host.Get(testbed.Context(t), "http://"+testbed.Web); err != nil {
 		t.Fatal(err)
 	}
-	// On the daemon's spare connection mitmproxy can be asked even when it can accept no other.
-	testbed.Eventually(t, "mitmproxy has accepted the spare connection", func() bool {
+	// On the daemon's idle connection mitmproxy gets a request even when it cannot accept.
+	testbed.Eventually(t, "mitmproxy has accepted the idle connection", func() bool {
 		log := proxy.Log()
 		return strings.Count(log, "client connect") == strings.Count(log, "client disconnect")+1
 	})

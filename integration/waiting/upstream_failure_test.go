@@ -6,8 +6,8 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestUpstreamKilledAtEveryStage: connections that it has not answered for lose nothing and reach the
-// destination once; those whose bytes it had in hand end as they would have without sluice, by a reset.
+// TestUpstreamKilledAtEveryStage: connections that it has not answered lose no byte and reach the destination once.
+// Those with bytes inside the upstream end with a reset, as they would without sluice.
 func TestUpstreamKilledAtEveryStage(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"iptables", "nftables"} {
@@ -27,10 +27,11 @@ func TestUpstreamKilledAtEveryStage(t *testing.T) {
 			proxy.Freeze()
 			carried := d.Of(pod).Bytes
 			testbed.ForEach(t, len(relayed), func(i int) error { return relayed[i].Send(testbed.RandomBytes(size)) })
-			testbed.Eventually(t, "the frozen upstream has bytes of each in hand", func() bool {
+			testbed.Eventually(t, "the frozen upstream has bytes of each connection", func() bool {
 				return d.Of(pod).Bytes == carried+relayedCount*size
 			})
-			late := append(testbed.StartTalks(t, pod.Host, waitingCount/2, size), testbed.StartTalks(t, inner, waitingCount/2, size)...)
+			late := testbed.StartTalks(t, pod.Host, waitingCount/2, size)
+			late = append(late, testbed.StartTalks(t, inner, waitingCount/2, size)...)
 			testbed.Eventually(t, "connections are at every stage", func() bool {
 				s, q := d.Of(pod), pod.Host.Queued()
 				return q > 0 && s.Waiting > q && s.Open == relayedCount
@@ -38,14 +39,17 @@ func TestUpstreamKilledAtEveryStage(t *testing.T) {
 			proxy.Kill()
 			testbed.WantAllReset(t, relayed)
 			testbed.Eventually(t, "the upstream is late", func() bool { return !d.Status().Upstream.Ready })
-			testbed.Eventually(t, "all that were not answered for wait", func() bool { return d.Of(pod).Waiting == waitingCount })
+			testbed.Eventually(t, "all connections without an answer wait", func() bool {
+				return d.Of(pod).Waiting == waitingCount
+			})
 			if got := seen.Load(); got != relayedCount {
-				t.Errorf("%d connections have reached the destination, want the %d that were relayed", got, relayedCount)
+				t.Errorf("%d connections have reached the destination, want %d, those relayed", got, relayedCount)
 			}
 			n.StartConnectProxy()
 			testbed.WantEchoes(t, late)
 			if got := seen.Load(); got != relayedCount+waitingCount {
-				t.Errorf("%d connections have reached the destination, want %d, each once", got, relayedCount+waitingCount)
+				const all = relayedCount + waitingCount
+				t.Errorf("%d connections have reached the destination, want %d, each once", got, all)
 			}
 			if got := n.SYNs(); got != 0 {
 				t.Errorf("%d SYNs left the pod, want none", got)
@@ -60,11 +64,11 @@ func TestUpstreamKilledWhileConnectionsWait(t *testing.T) {
 	n.ServeEcho()
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
-	// Stopped, it has a backlog that takes connections, and answers none: they are dialled and not answered.
+	// While it is stopped its backlog takes connections, so the daemon connects and gets no answer.
 	proxy := n.StartConnectProxy()
 	testbed.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
 	proxy.Freeze()
-	outcome := testbed.Echoes(testbed.Context(t), 50, testbed.RandomBytes(64<<10), pod.Host)
+	outcome := testbed.Echoes(t, 50, 64<<10, pod.Host)
 	testbed.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 50 })
 	proxy.Kill()
 	testbed.Eventually(t, "the upstream is gone", func() bool { return !d.Status().Upstream.Ready })
