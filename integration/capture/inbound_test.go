@@ -31,7 +31,7 @@ func addServer(t *testing.T, n *testbed.Node, f testbed.Flavour) *testbed.Pod {
 	t.Helper()
 	pod := f.AddPod(t, n, "web", n.Annotated(map[string]string{"sluice.dev/capture-inbound-ports": "80, 8000-8999"}))
 	for _, port := range []string{inboundPort, plainPort} {
-		pod.Host.ServeCaller(":" + port)
+		pod.ServeCaller(":" + port)
 	}
 	return pod
 }
@@ -253,6 +253,6 @@ func TestInboundGoesDirect(t *testing.T) {
 		"sluice.dev/capture-inbound-ports": inboundPort,
 	}
 	pod := testbed.Flavours[0].AddPod(t, n, "web", n.Annotated(annotations))
-	pod.Host.ServeCaller(":" + inboundPort)
+	pod.ServeCaller(":" + inboundPort)
 	testbed.WantServed(t, callers(t, n.World, pod, 2, pod.IPv4, pod.IPv6), 2)
 }

@@ -64,7 +64,7 @@ func TestCapturePortOfAnotherPod(t *testing.T) {
 	target, other := n.AddPod("target"), n.AddPod("other")
 	for _, ip := range []string{target.IPv4, target.IPv6} {
 		address := net.JoinHostPort(ip, "15001")
-		if got, err := other.Host.Caller(testbed.Context(t), address); err == nil {
+		if got, err := other.Caller(testbed.Context(t), address); err == nil {
 			t.Errorf("connecting to %s got %q and a clean end; want a reset", address, got)
 		}
 		if !proxy.Asked(address) {

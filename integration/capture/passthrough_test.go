@@ -164,7 +164,7 @@ func TestTrafficWithinThePod(t *testing.T) {
 			proxy := n.StartRecordingProxy(testbed.ProxyAddress)
 			d := n.StartDaemon()
 			pod := f.AddPod(t, n, "itself", nil)
-			pod.Host.ServeCaller(":8080")
+			pod.ServeCaller(":8080")
 			nested := pod.Nested()
 			look := func(t *testing.T) {
 				for _, own := range []string{"127.0.0.1", "::1", pod.IPv4, pod.IPv6} {
@@ -195,14 +195,14 @@ func TestLinkLocal(t *testing.T) {
 			n := newSelectiveNode(t)
 			n.Config["capture"] = map[string]any{"source": "all"}
 			early := f.AddPod(t, n, "early", nil)
-			n.Host.ServeCaller(":8081")
+			n.ServeCaller(":8081")
 			bridge, _ := linkLocalOf(t, n.Host, "cni0")
 			look := func(t *testing.T, pod *testbed.Pod) {
 				t.Helper()
 				testbed.WantCaller(t, pod.Host, linkLocalIPv4+":80", pod.IPv4)
 				own, index := linkLocalOf(t, pod.Host, "eth0")
 				// The zone by its number: package net looks names up in a cache that knows only one netns.
-				got, err := pod.Host.Caller(testbed.Context(t), fmt.Sprintf("[%s%%%s]:8081", bridge, index))
+				got, err := pod.Caller(testbed.Context(t), fmt.Sprintf("[%s%%%s]:8081", bridge, index))
 				if err != nil || !strings.HasPrefix(got, own) {
 					t.Errorf("connecting to %s: the node saw %q, %v; want %s", bridge, got, err, own)
 				}
@@ -247,7 +247,7 @@ func TestExcludedInterface(t *testing.T) {
 
 			closed := f.AddPod(t, n, "closed", nil)
 			connectDirectly(n, closed, "203.0.113.5", "203.0.113.6")
-			if got, err := closed.Host.Caller(testbed.Context(t), "203.0.113.6:80"); err == nil {
+			if got, err := closed.Caller(testbed.Context(t), "203.0.113.6:80"); err == nil {
 				t.Errorf("not excluded: the server saw %q; want a reset, since the node has no route there", got)
 			}
 			if !proxy.Asked("203.0.113.6:80") {
@@ -296,7 +296,7 @@ func TestUpstreamIsNotCaptured(t *testing.T) {
 				t.Errorf("the proxy saw %v; want one request, by %s itself", r, pod.IPv4)
 			}
 			// Any other port of the same address is captured.
-			n.Host.ServeCaller("10.88.0.1:8080")
+			n.ServeCaller("10.88.0.1:8080")
 			testbed.WantCaller(t, pod.Host, "10.88.0.1:8080", "10.88.0.1")
 			if !proxy.Asked("10.88.0.1:8080") {
 				t.Error("a connection to another port of the upstream's address was not captured")

@@ -82,7 +82,7 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 			for _, j := range journeys {
 				j.wantFrom(t, caller(pod, j.to, straight))
 			}
-			if left := pod.Host.Traces(); left != "" {
+			if left := pod.Traces(); left != "" {
 				t.Errorf("left in the netns:\n%s", left)
 			}
 			if r := n.Records(); len(r) != 1 || r[0].State != attach.Passed || r[0].Installed != nil {

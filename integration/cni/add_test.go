@@ -24,7 +24,7 @@ func TestAddTwice(t *testing.T) {
 			n.World.ServeCaller(testbed.Web)
 			d := n.StartDaemon()
 			pod := f.AddPod(t, n, "twice", nil)
-			before := pod.Host.Rules()
+			before := pod.Rules()
 			conn, err := pod.Dial(testbed.Context(t), "tcp", testbed.Web)
 			if err != nil {
 				t.Fatal(err)
@@ -34,7 +34,7 @@ func TestAddTwice(t *testing.T) {
 			for range 2 {
 				callFor(n, pod).must(t, "ADD")
 			}
-			if after := pod.Host.Rules(); after != before {
+			if after := pod.Rules(); after != before {
 				t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
 			}
 			if s := d.Status(); len(s.Attachments) != 1 || s.Attachments[0].Waiting != 1 {
@@ -97,7 +97,7 @@ func TestTwoAttachments(t *testing.T) {
 				}
 				testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
 				wantCheck(t, order[1])
-				if rules := pod.Host.Rules(); first == "net1" && strings.Contains(rules, "net1") {
+				if rules := pod.Rules(); first == "net1" && strings.Contains(rules, "net1") {
 					t.Error("rules still let packets from net1 pass, and another interface may get that name")
 				}
 				if s := d.Of(pod); !strings.HasSuffix(s.Attachment, "/"+order[1].ifName) {
@@ -126,9 +126,9 @@ func TestAddFailsWithoutDaemon(t *testing.T) {
 	n := testbed.New(t)
 	n.Plugin["onDaemonDown"] = "fail"
 	pod := n.NewPod("patient")
-	before := pod.Host.Rules()
+	before := pod.Rules()
 	testbed.WantCNIError(t, pod.Add(), 11, "sluiced does not answer")
-	if after := pod.Host.Rules(); after != before {
+	if after := pod.Rules(); after != before {
 		t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
 	}
 	testbed.WantNoTraces(t, n, pod.Host)

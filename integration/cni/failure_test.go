@@ -21,7 +21,7 @@ func TestFailedAddLeavesNothing(t *testing.T) {
 				n.Plugin["backend"] = f.Backend
 				pod := n.NewPod("unlucky")
 				f.Prepare(pod)
-				before := pod.Host.Rules()
+				before := pod.Rules()
 				var d *testbed.Daemon
 				if daemon == "up" {
 					d = n.StartDaemon()
@@ -29,7 +29,7 @@ func TestFailedAddLeavesNothing(t *testing.T) {
 				_, err := callFor(n, pod).with(func(c *call) { c.setup = fullDisk(t, n) }).run(t, "ADD")
 				testbed.WantCNIError(t, err, 0, "recording", "no space left")
 				testbed.WantNoTraces(t, n, pod.Host)
-				if after := pod.Host.Rules(); withoutEmpty(after) != withoutEmpty(before) {
+				if after := pod.Rules(); withoutEmpty(after) != withoutEmpty(before) {
 					t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
 				}
 				if d != nil && len(d.Status().Attachments) > 0 {
@@ -50,12 +50,12 @@ func TestFailedSecondAddChangesNothing(t *testing.T) {
 			serveWeb(n)
 			d := n.StartDaemon()
 			pod := f.AddPod(t, n, "lucky", nil)
-			before := pod.Host.Rules()
+			before := pod.Rules()
 			// The state directory keeps its records and takes no more.
 			readOnly := fmt.Sprintf("mount --bind %[1]s %[1]s; mount -o remount,ro,bind %[1]s", n.StateDir())
 			_, err := callFor(n, pod).with(func(c *call) { c.setup = readOnly }).run(t, "ADD")
 			testbed.WantCNIError(t, err, 0, "recording")
-			if after := pod.Host.Rules(); after != before {
+			if after := pod.Rules(); after != before {
 				t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
 			}
 			testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)

@@ -24,14 +24,14 @@ func newRefusing(t *testing.T) *refusing {
 	n := testbed.New(t)
 	r := &refusing{node: n, daemon: n.StartDaemon(), pod: n.NewPod("untouched")}
 	r.pod.Exec("iptables", "-A", "INPUT", "-i", "lo", "-j", "ACCEPT") // a rule of the pod's own
-	r.before = r.pod.Host.Rules()
+	r.before = r.pod.Rules()
 	return r
 }
 
 // wantUntouched fails the test if the attempt has left any trace.
 func (r *refusing) wantUntouched(t *testing.T) {
 	t.Helper()
-	if after := r.pod.Host.Rules(); after != r.before {
+	if after := r.pod.Rules(); after != r.before {
 		t.Errorf("rules before:\n%s\nafter:\n%s", r.before, after)
 	}
 	testbed.WantNoTraces(t, r.node, r.pod.Host)

@@ -116,11 +116,11 @@ func TestExcludedNamespaces(t *testing.T) {
 			maps.Copy(n.Plugin, c.plugin)
 			n.World.ServeCaller(net.JoinHostPort(testbed.WorldIPv6, "80"))
 			pod := n.NewPod("passing").InNamespace(c.pod)
-			before := pod.Host.Rules()
+			before := pod.Rules()
 			if err := pod.Add(); err != nil {
 				t.Fatalf("ADD: %s", testbed.Describe(err))
 			}
-			if after := pod.Host.Rules(); after != before {
+			if after := pod.Rules(); after != before {
 				t.Errorf("rules before:\n%s\nafter:\n%s", before, after)
 			}
 			testbed.WantNoTraces(t, n, pod.Host)

@@ -21,12 +21,12 @@ const ctaMarkMask = 21
 // NativeEndian sets a variable of package nl at its first call, without a lock.
 var _ = nl.NativeEndian()
 
-// The status of an entry that the kernel keeps when the table is full (linux/netfilter/nf_conntrack_common.h). Every entry
-// is confirmed: the kernel refuses to take that away.
+// The status of an entry that the kernel keeps when the table is full (linux/netfilter/nf_conntrack_common.h). Every
+// entry is confirmed: the kernel refuses to take that away.
 const seenReply, assured, confirmed = 1 << 1, 1 << 2, 1 << 3
 
-// fillTable enters UDP connections into the conntrack of a netns, many with each call: conntrack(8) takes half a minute of
-// processor time for the 262,144 of them that a table has room for by default. The kernel refuses the last of them,
+// fillTable enters UDP connections into the conntrack of a netns, many with each call: conntrack(8) takes half a minute
+// of processor time for the 262,144 of them that a table has room for by default. The kernel refuses the last of them,
 // since the load has some entries.
 func fillTable(h *testbed.Host, count int) error {
 	const source, port = "\xc0\x00\x02\x00", 0xabcd // found in the message, and replaced

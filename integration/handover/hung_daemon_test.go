@@ -62,7 +62,7 @@ func TestHungDaemonIsReplaced(t *testing.T) {
 			testbed.Eventually(t, "it ends with its last connection", d.Ended)
 			testbed.EchoAll(t, 20, 1<<10, pods[0].Host, pods[1].Host)
 			testbed.Eventually(t, "the next daemon serves the metrics, since their port is free", func() bool {
-				_, err := n.Host.Get(testbed.Context(t), "http://127.0.0.1:15090/metrics")
+				_, err := n.Get(testbed.Context(t), "http://127.0.0.1:15090/metrics")
 				return err == nil
 			})
 		})

@@ -199,7 +199,7 @@ func TestPodEndsWhileTheProxyIsStopped(t *testing.T) {
 	testbed.EchoAll(t, 5, 200, other.Host)
 }
 
-// TestProxyClosesDescriptorsOfEndedConnections.
+// TestProxyClosesDescriptorsOfEndedConnections: afterwards it has about as many as before.
 func TestProxyClosesDescriptorsOfEndedConnections(t *testing.T) {
 	t.Parallel()
 	n := testbed.NewWith(t, "sockets")

@@ -118,7 +118,7 @@ func TestMainWithoutUserNamespaces(t *testing.T) {
 // not be allowed to see the module, so the binaries are copied.
 func withoutRoot(t *testing.T) *exec.Cmd {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "sluice-binaries-") // t.TempDir is in a folder for its user alone
+	dir, err := os.MkdirTemp("", "sluice-binaries-") //nolint:usetesting // t.TempDir is in a folder for its user alone
 	if err != nil {
 		t.Fatal(err)
 	}

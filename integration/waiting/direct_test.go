@@ -102,7 +102,7 @@ func TestDirect(t *testing.T) {
 				testbed.EchoAll(t, 4, 3<<20, pod.Host)
 				wg.Wait()
 				testbed.Eventually(t, "they are counted", func() bool {
-					metrics, err := n.Host.Get(testbed.Context(t), "http://127.0.0.1:15090/metrics")
+					metrics, err := n.Get(testbed.Context(t), "http://127.0.0.1:15090/metrics")
 					return err == nil && strings.Contains(metrics, "\nsluice_direct_connections_total 8\n")
 				})
 				const warning = `level=WARN msg="connections went to their destinations WITHOUT the upstream`

@@ -23,7 +23,7 @@ func TestRequestWaitsForMitmproxy(t *testing.T) {
 	}
 	done := make(chan result)
 	go func() {
-		body, err := pod.Host.Get(testbed.Context(t), "http://"+testbed.Web)
+		body, err := pod.Get(testbed.Context(t), "http://"+testbed.Web)
 		done <- result{body, err}
 	}()
 	testbed.Eventually(t, "the request waits at the gate", func() bool { return d.Of(pod).Waiting == 1 })

@@ -185,7 +185,7 @@ func TestMitmproxyThatWantsAPassword(t *testing.T) {
 			pod := n.AddPod("patient")
 			page := make(chan error, 1)
 			go func() {
-				_, err := pod.Host.Get(testbed.Context(t), "http://"+testbed.Web)
+				_, err := pod.Get(testbed.Context(t), "http://"+testbed.Web)
 				page <- err
 			}()
 			testbed.Eventually(t, "the daemon knows the fault", func() bool { return d.Status().Upstream.Reason != "" })
@@ -209,7 +209,7 @@ func TestMitmproxyOutOfDescriptors(t *testing.T) {
 	d := n.StartDaemon()
 	pod := n.AddPod("patient")
 	// Python opens files too, for the modules that a first request needs.
-	if _, err := pod.Host.Get(testbed.Context(t), "http://"+testbed.Web); err != nil {
+	if _, err := pod.Get(testbed.Context(t), "http://"+testbed.Web); err != nil {
 		t.Fatal(err)
 	}
 	// On the daemon's idle connection mitmproxy gets a request even when it cannot accept.
@@ -220,7 +220,7 @@ func TestMitmproxyOutOfDescriptors(t *testing.T) {
 	enough := limitDescriptors(t, proxy.Pid(), lowestFreeDescriptor(t, proxy.Pid()))
 	page := make(chan error, 1)
 	go func() {
-		_, err := pod.Host.Get(testbed.Context(t), "http://"+testbed.Web)
+		_, err := pod.Get(testbed.Context(t), "http://"+testbed.Web)
 		page <- err
 	}()
 	testbed.Eventually(t, "mitmproxy cannot connect", func() bool {

@@ -33,7 +33,7 @@ func TestUpstreamKilledAtEveryStage(t *testing.T) {
 			late := testbed.StartTalks(t, pod.Host, waitingCount/2, size)
 			late = append(late, testbed.StartTalks(t, inner, waitingCount/2, size)...)
 			testbed.Eventually(t, "connections are at every stage", func() bool {
-				s, q := d.Of(pod), pod.Host.Queued()
+				s, q := d.Of(pod), pod.Queued()
 				return q > 0 && s.Waiting > q && s.Open == relayedCount
 			})
 			proxy.Kill()
