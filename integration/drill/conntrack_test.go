@@ -33,7 +33,7 @@ func fillTable(h *testbed.Host, count int) error {
 	message := newEntry([]byte(source), port)
 	sources, ports := offsets(message, []byte(source)), offsets(message, []byte{port >> 8, port & 0xff})
 	if len(sources) != 2 || len(ports) != 2 { // in the original tuple and in the reply
-		return fmt.Errorf("a request of ctnetlink has the source at %v and the port at %v; want two of each", sources, ports)
+		return fmt.Errorf("the source is at %v and the port at %v of a request; want two of each", sources, ports)
 	}
 	return ctnetlink(h, func(send func([]byte) error) error {
 		var batch []byte

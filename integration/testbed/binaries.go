@@ -125,12 +125,17 @@ var moduleRoot = sync.OnceValues(func() (string, error) {
 	return strings.TrimSpace(string(root)), nil
 })
 
-// SourceFile is the absolute path of a file of this repository.
+// SourceFile is the absolute path of a file of this repository. `go test` runs a test again that has asked for it when
+// the file has changed.
 func SourceFile(tb TB, path string) string {
 	tb.Helper()
 	root, err := moduleRoot()
 	if err != nil {
 		tb.Fatalf("%v", err)
 	}
-	return filepath.Join(root, path)
+	file := filepath.Join(root, path)
+	if _, err := os.Stat(file); err != nil { // go test notes this call
+		tb.Fatalf("%v", err)
+	}
+	return file
 }
