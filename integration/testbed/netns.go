@@ -154,10 +154,12 @@ func Run(tb TB, name string, args ...string) string {
 	return string(out)
 }
 
-// Eventually waits until cond holds. The failure of one that never does names the event.
+// Eventually waits until cond holds, for a minute at most. The failure of one that never does names the event. A busy
+// machine needs that long for some events: the kernel removes netns one batch after the other, for all tests, and a batch
+// can take 20 seconds.
 func Eventually(tb TB, event string, cond func() bool) {
 	tb.Helper()
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
 		if cond() {
 			return
 		}
