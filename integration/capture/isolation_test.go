@@ -105,8 +105,8 @@ func TestDestinationsOfTheNodeItself(t *testing.T) {
 			if proxy.Asked(c.destination) {
 				t.Error("the proxy was asked for it")
 			}
-			want := "to=" + c.destination
-			testbed.Eventually(t, "the daemon says that it refused a connection "+want, func() bool {
+			want := "=" + c.destination // as an attribute
+			testbed.Eventually(t, "the daemon logs that it refused a connection to "+c.destination, func() bool {
 				return strings.Contains(strings.ReplaceAll(d.Log(), `"`, ""), want)
 			})
 		})
