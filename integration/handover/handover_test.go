@@ -62,11 +62,7 @@ func TestHandOverLosesNothing(t *testing.T) {
 // TestHandOversUnderLoad: clients connect all the time, and no connection fails.
 func TestHandOversUnderLoad(t *testing.T) {
 	t.Parallel()
-	n := testbed.New(t)
-	n.ServeEcho()
-	n.StartConnectProxy()
-	d := n.StartDaemon()
-	pod := n.AddPod("web")
+	n, d, pod := relayingNode(t)
 	ctx, stop := context.WithCancel(testbed.Context(t))
 	defer stop()
 	failures := make(chan error, 4)
@@ -97,11 +93,7 @@ func TestHandOversUnderLoad(t *testing.T) {
 // but the connections that it still relays would keep the pod's netns alive.
 func TestRetiredDaemonEndsWithItsLastPod(t *testing.T) {
 	t.Parallel()
-	n := testbed.New(t)
-	n.ServeEcho()
-	n.StartConnectProxy()
-	before := n.StartDaemon()
-	pod := n.AddPod("web")
+	n, before, pod := relayingNode(t)
 	open := testbed.MustOpen(t, pod.Host, testbed.EchoAddresses[0])
 	testbed.WantEcho(t, open, "before")
 	n.HandOver(before)

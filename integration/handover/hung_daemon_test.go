@@ -73,11 +73,7 @@ func TestHungDaemonIsReplaced(t *testing.T) {
 // daemon at the agent socket and takes the capture port all the same.
 func TestListenersOfAForgottenDaemonAreEnded(t *testing.T) {
 	t.Parallel()
-	n := testbed.New(t)
-	n.ServeEcho()
-	n.StartConnectProxy()
-	d := n.StartDaemon()
-	pod := n.AddPod("web")
+	n, d, pod := relayingNode(t)
 	d.Kill()
 	var hung net.Listener // stands for the listener of the hung daemon
 	err := pod.Do(func() (err error) {

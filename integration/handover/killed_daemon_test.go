@@ -49,11 +49,7 @@ func TestKilledDaemonResetsRelayedConnections(t *testing.T) {
 	}{{"SIGKILL", kill}, {"SIGTERM", terminate}} {
 		t.Run(end.name, func(t *testing.T) {
 			t.Parallel()
-			n := testbed.New(t)
-			n.ServeEcho()
-			n.StartConnectProxy()
-			d := n.StartDaemon()
-			pod := n.AddPod("web")
+			n, d, pod := relayingNode(t)
 			inner := pod.Nested()
 			relayed := append(testbed.StartTalks(t, pod.Host, 10, 200), testbed.StartTalks(t, inner, 10, 200)...)
 			testbed.WantEchoes(t, relayed)
@@ -75,11 +71,7 @@ func TestKilledDaemonResetsRelayedConnections(t *testing.T) {
 // waited in its accept queue, may be reset; no connect fails.
 func TestRestartsRefuseNoConnection(t *testing.T) {
 	t.Parallel()
-	n := testbed.New(t)
-	n.ServeEcho()
-	n.StartConnectProxy()
-	d := n.StartDaemon()
-	pod := n.AddPod("web")
+	n, d, pod := relayingNode(t)
 
 	ctx := testbed.Context(t)
 	stop := make(chan struct{})

@@ -14,6 +14,19 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
+// proxiedNode is a node with an echo service in its world, a mitmproxy with the addon, a daemon, and a captured pod
+// with its sockets at the proxy.
+func proxiedNode(t *testing.T) (*testbed.Node, *testbed.Program, *testbed.Daemon, *testbed.Pod) {
+	t.Helper()
+	n := testbed.NewWith(t, "sockets")
+	n.ServeEcho()
+	proxy := n.LaunchAddon(testbed.RawTCP...)
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	d.WaitForProxies(1, 1)
+	return n, proxy, d, pod
+}
+
 // TestConnectionsWaitInFullAcceptQueues: before a proxy is there, while it is stopped, after it was killed, and while
 // another takes its place.
 func TestConnectionsWaitInFullAcceptQueues(t *testing.T) {
@@ -102,12 +115,7 @@ func TestProxiesShareTheAcceptQueues(t *testing.T) {
 // TestProxyServesWithoutTheDaemon, open connections and new ones, however the daemon ends.
 func TestProxyServesWithoutTheDaemon(t *testing.T) {
 	t.Parallel()
-	n := testbed.NewWith(t, "sockets")
-	n.ServeEcho()
-	n.LaunchAddon(testbed.RawTCP...)
-	d := n.StartDaemon()
-	pod := n.AddPod("web")
-	d.WaitForProxies(1, 1)
+	n, _, d, pod := proxiedNode(t)
 	open, err := pod.Dial(testbed.Context(t), "tcp", testbed.EchoAddresses[0])
 	if err != nil {
 		t.Fatal(err)
@@ -202,12 +210,7 @@ func TestPodEndsWhileTheProxyIsStopped(t *testing.T) {
 // TestProxyClosesDescriptorsOfEndedConnections: afterwards it has about as many as before.
 func TestProxyClosesDescriptorsOfEndedConnections(t *testing.T) {
 	t.Parallel()
-	n := testbed.NewWith(t, "sockets")
-	n.ServeEcho()
-	proxy := n.LaunchAddon(testbed.RawTCP...)
-	d := n.StartDaemon()
-	pod := n.AddPod("web")
-	d.WaitForProxies(1, 1)
+	_, proxy, _, pod := proxiedNode(t)
 	descriptors := func() int {
 		entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", proxy.Pid()))
 		if err != nil {

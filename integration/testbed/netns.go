@@ -155,8 +155,8 @@ func Run(tb TB, name string, args ...string) string {
 }
 
 // Eventually waits until cond holds, for a minute at most. The failure of one that never does names the event. A busy
-// machine needs that long for some events: the kernel removes netns one batch after the other, for all tests, and a batch
-// can take 20 seconds.
+// machine needs that long for some events: the kernel removes netns one batch after the other, for all tests, and a
+// batch can take 20 seconds.
 func Eventually(tb TB, event string, cond func() bool) {
 	tb.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
