@@ -39,14 +39,15 @@ type drillScene struct {
 
 func newDrillScene(t *testing.T, protocol string, size drillSize, random *rand.Rand, dr drill) *drillScene {
 	s := &drillScene{t: t, size: size, random: random}
-	binaries := testbed.Binaries(t)
 	if *long { // drill the binaries that people run
-		var err error
-		if binaries, err = testbed.BuildReleased(); err != nil {
+		binaries, err := testbed.BuildReleased()
+		if err != nil {
 			t.Fatal(err)
 		}
+		s.n = testbed.NewNode(t, binaries)
+	} else {
+		s.n = testbed.New(t)
 	}
-	s.n = testbed.NewNode(t, binaries)
 	s.n.SetProtocol(protocol)
 	if protocol == "sockets" {
 		s.launch = func() *testbed.Program { return s.n.LaunchAddon("--set", "ignore_hosts=.*", "--quiet") }
