@@ -170,7 +170,7 @@ func TestWaitCommandEndsWhenTheUpstreamComes(t *testing.T) {
 	n.StartRecordingProxy(testbed.ProxyAddress)
 	for _, w := range waiting {
 		testbed.Eventually(t, "it ends", w.Ended)
-		testbed.WantMatch(t, w.Log(), "upstream is there, after")
+		testbed.WantMatch(t, w.Log(), "upstream is (there,|ready) after")
 	}
 	testbed.MustSluiced(t, n, "wait", "--agent-socket="+n.AgentSocket()) // with the upstream there
 }
