@@ -170,7 +170,7 @@ func TestInboundThroughAProxyInAPod(t *testing.T) {
 }
 
 // ownConnection is the reason in the log why a connection is refused that the proxy or the node has opened.
-var ownConnection = regexp.MustCompile(`itself (has made|opened) it`)
+var ownConnection = regexp.MustCompile(`itself opened (it|the connection)`)
 
 // TestInboundMakesNoLoop: connections of the node to the pod are not captured. If the pod's rules capture one all the
 // same, it ends: the proxy's own connection would come back to it for ever.

@@ -144,7 +144,7 @@ func TestHandOverToADaemonThatDies(t *testing.T) {
 		return len(messages) > 0
 	})
 	_ = c.Close()
-	testbed.Eventually(t, "the daemon notices", func() bool { return strings.Contains(d.Log(), "still here") })
+	testbed.Eventually(t, "the daemon notices", func() bool { return strings.Contains(d.Log(), "hand-over failed") })
 	n.StartConnectProxy()
 	testbed.WantServed(t, outcome, 20)
 	if err := n.AddPod("next").Check(); err != nil {

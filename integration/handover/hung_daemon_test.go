@@ -42,13 +42,13 @@ func TestHungDaemonIsReplaced(t *testing.T) {
 			testbed.Eventually(t, "every pod is in order", func() bool {
 				return len(next.Of(pods[0]).Notes)+len(next.Of(pods[1]).Notes) == 0
 			})
-			evicted := strings.Contains(next.Log(), "ended the listeners of another process")
+			evicted := strings.Contains(next.Log(), "listeners of another process were closed")
 			if evicted != (protocol == "connect") {
 				t.Errorf("listeners were ended: %t", evicted)
 			}
 			d.Signal(syscall.SIGCONT)
 			testbed.Eventually(t, "the hung daemon notices when it wakes", func() bool {
-				return strings.Contains(d.Log(), "another sluiced has gone on without this one")
+				return strings.Contains(d.Log(), "this sluiced hung, and another one runs by now")
 			})
 			for _, c := range talks {
 				if err := c.Send(testbed.RandomBytes(1000)); err != nil {

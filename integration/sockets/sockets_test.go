@@ -146,7 +146,7 @@ func TestProxyServesWithoutTheDaemon(t *testing.T) {
 		t.Fatal(err)
 	}
 	d.WaitForProxies(1, 0)
-	if log := d.Log(); strings.Contains(log, "did not let go") {
+	if log := d.Log(); strings.Contains(log, "did not close the listeners") {
 		t.Error("the proxy did not let go of the pod")
 	}
 }
@@ -200,7 +200,7 @@ func TestPodEndsWhileTheProxyIsStopped(t *testing.T) {
 		t.Fatal(err)
 	}
 	testbed.Eventually(t, "the daemon gives up the proxy", func() bool {
-		return strings.Contains(d.Log(), "did not let go") && len(d.Status().Upstream.Proxies) == 0
+		return strings.Contains(d.Log(), "did not close the listeners") && len(d.Status().Upstream.Proxies) == 0
 	})
 	proxy.Signal(syscall.SIGCONT)
 	d.WaitForProxies(1, 1) // it returns and lets go

@@ -105,7 +105,7 @@ func TestDirect(t *testing.T) {
 					metrics, err := n.Get(testbed.Context(t), "http://127.0.0.1:15090/metrics")
 					return err == nil && strings.Contains(metrics, "\nsluice_direct_connections_total 8\n")
 				})
-				const warning = `level=WARN msg="connections went to their destinations WITHOUT the upstream`
+				const warning = `level=WARN msg="connections went direct, without the upstream`
 				testbed.WantMatch(t, d.Log(), warning)
 				testbed.Eventually(t, "no connection is open any more", func() bool { return d.Of(pod).Open == 0 })
 				if got := d.Waiting(patient); got != 2 {

@@ -103,7 +103,7 @@ func TestUpstreamThatFailsItsProbeIsLate(t *testing.T) {
 				up = d.Status().Upstream
 				return !up.Ready
 			})
-			testbed.WantMatch(t, up.Reason, `it takes connections, and fails a probe: .*`)
+			testbed.WantMatch(t, up.Reason, `the upstream accepts connections but fails a probe: .*`)
 			outcome := testbed.Echoes(t, 10, 200, pod.Host)
 			testbed.Eventually(t, "they wait", func() bool { return d.Of(pod).Waiting == 10 })
 			proxy.Signal(syscall.SIGCONT)

@@ -67,10 +67,10 @@ func TestMisconfiguredUpstreamIsReported(t *testing.T) {
 	t.Parallel()
 	const wantsPassword = "HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n"
 	for _, c := range []struct{ name, protocol, answer, report string }{
-		{"407", "connect", wantsPassword, "wants a user and a password"},
-		{"no HTTP proxy", "connect", "SSH-2.0-not-a-proxy\r\n\r\n", "no HTTP proxy answers there"},
-		{"SOCKS5 with a password", "socks5", "\x05\xff", "wants a user and a password"},
-		{"no SOCKS5 proxy", "socks5", "HT", "no SOCKS5 proxy answers there"},
+		{"407", "connect", wantsPassword, "requires a user and a password"},
+		{"no HTTP proxy", "connect", "SSH-2.0-not-a-proxy\r\n\r\n", "the answer is not HTTP"},
+		{"SOCKS5 with a password", "socks5", "\x05\xff", "requires a user and a password"},
+		{"no SOCKS5 proxy", "socks5", "HT", "the answer is not SOCKS5"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -92,7 +92,7 @@ func TestMisconfiguredUpstreamIsReported(t *testing.T) {
 				return d.Status().Upstream.Reason == ""
 			})
 			testbed.Eventually(t, "the log says that the upstream is well", func() bool {
-				return strings.Contains(d.Log(), "upstream answers as it should again")
+				return strings.Contains(d.Log(), "upstream is no longer misconfigured")
 			})
 		})
 	}
@@ -105,7 +105,7 @@ func wantReported(t *testing.T, n *testbed.Node, d *testbed.Daemon, fault string
 	testbed.Eventually(t, "the log names the fault", func() bool { // the status may be quicker
 		said = nil
 		for line := range strings.Lines(d.Log()) {
-			if strings.Contains(line, "connections wait until this is mended") {
+			if strings.Contains(line, "upstream is misconfigured") {
 				said = append(said, line)
 			}
 		}
@@ -189,7 +189,7 @@ func TestMitmproxyThatWantsAPassword(t *testing.T) {
 				page <- err
 			}()
 			testbed.Eventually(t, "the daemon knows the fault", func() bool { return d.Status().Upstream.Reason != "" })
-			wantReported(t, n, d, "wants a user and a password")
+			wantReported(t, n, d, "requires a user and a password")
 			if got := d.Of(pod).Waiting; got != 1 || len(page) != 0 {
 				t.Errorf("%d requests wait, %d have ended; want one to wait", got, len(page))
 			}
