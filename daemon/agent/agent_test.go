@@ -24,14 +24,14 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
-// testAgent is an agent whose upstream never comes, with its records.
+// testAgent is an agent with its records on disk. Nothing listens at the address of its upstream.
 type testAgent struct {
 	*Agent
 	store attach.Store
-	dir   string // of the records
+	dir   string // where the records are
 }
 
-// newAgent makes an agent for which decide makes every decision.
+// newAgent makes an agent that gets every decision from decide.
 func newAgent(t *testing.T, decide decide) *testAgent {
 	t.Helper()
 	o := newOrchestrator()
@@ -39,6 +39,7 @@ func newAgent(t *testing.T, decide decide) *testAgent {
 	return newAgentFor(t, o)
 }
 
+// newAgentFor makes an agent with that orchestrator. At the end of the test its gates are closed.
 func newAgentFor(t *testing.T, o *fakeOrchestrator) *testAgent {
 	t.Helper()
 	state := t.TempDir()
@@ -51,7 +52,7 @@ func newAgentFor(t *testing.T, o *fakeOrchestrator) *testAgent {
 	t.Cleanup(func() {
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel()
-		if err := a.Run(ctx); err != nil { // closes every gate
+		if err := a.Run(ctx); err != nil { // the end of Run closes every gate
 			t.Errorf("Run: %v", err)
 		}
 	})
@@ -83,7 +84,7 @@ func attachment(h *testbed.Host, ifName string) attach.Attachment {
 	}
 }
 
-// listening tells whether somebody accepts connections on the capture port of h.
+// listening reports whether the outbound capture port of h is open for both families.
 func listening(t *testing.T, h *testbed.Host) bool {
 	t.Helper()
 	ok := true
@@ -98,8 +99,8 @@ func listening(t *testing.T, h *testbed.Host) bool {
 	return ok
 }
 
-// of is the status of an attachment.
-func (a *testAgent) of(id attach.ID) (attach.AttachmentStatus, bool) {
+// statusOf returns the status of an attachment, if the agent has it.
+func (a *testAgent) statusOf(id attach.ID) (attach.AttachmentStatus, bool) {
 	for _, s := range a.table.Status() {
 		if s.Attachment == id.String() {
 			return s, true
@@ -108,34 +109,35 @@ func (a *testAgent) of(id attach.ID) (attach.AttachmentStatus, bool) {
 	return attach.AttachmentStatus{}, false
 }
 
-func TestAttachToCapture(t *testing.T) {
-	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+func TestAttachOpensTheGateOfACapturedPod(t *testing.T) {
+	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, capture)
 	at := attachment(h, "eth0")
-	for range 2 { // a runtime may ask again
+	for range 2 { // a runtime may repeat an ADD
 		d, err := a.Attach(t.Context(), at)
 		if err != nil || !d.Capture || d.Ruleset == nil {
 			t.Fatalf("Attach: got %+v, %v", d, err)
 		}
 		if !listening(t, h) {
-			t.Error("answered, but nobody listens")
+			t.Error("Attach has returned, but the capture port is closed")
 		}
 	}
-	if s, ok := a.of(at.ID); !ok || s.State != attach.Captured || s.Pod != "ci/web-0" || s.Netns != h.Path() || len(s.Notes) > 0 {
-		t.Errorf("Status: got %+v", s)
+	if s, ok := a.statusOf(at.ID); !ok || s.State != attach.Captured || s.Pod != "ci/web-0" || s.Netns != h.Path() ||
+		len(s.Notes) > 0 {
+		t.Errorf("status: got %+v, want the pod captured, without notes", s)
 	}
 	for range 2 {
 		if err := a.Detach(at.ID); err != nil {
 			t.Errorf("Detach: %v", err)
 		}
 	}
-	if _, ok := a.of(at.ID); ok || listening(t, h) {
-		t.Errorf("detached: known %t, listening %t; want neither", ok, listening(t, h))
+	if _, ok := a.statusOf(at.ID); ok || listening(t, h) {
+		t.Errorf("after Detach: known %t, listening %t; want neither", ok, listening(t, h))
 	}
 }
 
-func TestAttachNotToCapture(t *testing.T) {
+func TestAttachOpensNoGateForAPodThatIsNotCaptured(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, pass)
@@ -143,12 +145,12 @@ func TestAttachNotToCapture(t *testing.T) {
 	if err != nil || d.Capture {
 		t.Errorf("Attach: got %+v, %v", d, err)
 	}
-	if s, ok := a.of(attachment(h, "eth0").ID); !ok || s.State != attach.Passed || listening(t, h) {
-		t.Errorf("got %+v, listening %t", s, listening(t, h))
+	if s, ok := a.statusOf(attachment(h, "eth0").ID); !ok || s.State != attach.Passed || listening(t, h) {
+		t.Errorf("got %+v, listening %t; want the attachment passed, without a gate", s, listening(t, h))
 	}
 }
 
-func TestAttachIsRefused(t *testing.T) {
+func TestRefusedAttachLeavesNothing(t *testing.T) {
 	t.Parallel()
 	taken := testbed.NewHost(t, "taken")
 	taken.Listen("127.0.0.1:15001")
@@ -162,26 +164,26 @@ func TestAttachIsRefused(t *testing.T) {
 		at     attach.Attachment
 		final  bool
 	}{
-		"an annotation is bad": {refuse, attachment(free, "eth0"), true},
-		"the port is taken":    {capture, attachment(taken, "eth0"), false},
-		"the netns is gone":    {capture, gone, true},
-		"the ID is bad":        {capture, bad, true},
+		"bad annotation":     {refuse, attachment(free, "eth0"), true},
+		"capture port taken": {capture, attachment(taken, "eth0"), false},
+		"netns is gone":      {capture, gone, true},
+		"bad container ID":   {capture, bad, true},
 	} {
 		a := newAgent(t, tc.decide)
 		d, err := a.Attach(t.Context(), tc.at)
 		var refused *attach.RefusedError
 		if !errors.As(err, &refused) || refused.Final != tc.final || refused.Message == "" || d.Capture {
-			t.Errorf("%s: got %+v, %#v; want it refused, final %t", name, d, err, tc.final)
+			t.Errorf("%s: got %+v, %#v; want a RefusedError with final %t", name, d, err, tc.final)
 		}
 		if got := a.table.Status(); len(got) > 0 {
-			t.Errorf("%s: got %+v, want it forgotten", name, got)
+			t.Errorf("%s: got %+v, want no attachment", name, got)
 		}
 	}
 }
 
-// TestAttachmentsOfOneNetnsShareAGate: the last one closes it.
+// TestAttachmentsOfOneNetnsShareAGate: the gate is closed with the last attachment.
 func TestAttachmentsOfOneNetnsShareAGate(t *testing.T) {
-	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	h := testbed.NewHost(t, "pod")
 	var seen []string
 	a := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
@@ -194,20 +196,20 @@ func TestAttachmentsOfOneNetnsShareAGate(t *testing.T) {
 		}
 	}
 	if len(seen) != 2 || seen[0] != "eth0" || seen[1] != "net1" {
-		t.Errorf("decided with interfaces %q, want both", seen)
+		t.Errorf("the orchestrator got interfaces %q, want both", seen)
 	}
 	for i, want := range []bool{true, false} {
 		if err := a.Detach(attachment(h, []string{"eth0", "net1"}[i]).ID); err != nil {
 			t.Errorf("Detach: %v", err)
 		}
 		if got := listening(t, h); got != want {
-			t.Errorf("%d detached: listening %t, want %t", i+1, got, want)
+			t.Errorf("after %d calls of Detach: listening %t, want %t", i+1, got, want)
 		}
 	}
 }
 
-// TestAttachAgainInANewNetns: the same attachment, and the same path, but another netns.
-func TestAttachAgainInANewNetns(t *testing.T) {
+// TestAttachFollowsAnAttachmentToANewNetns: the container ID and the path stay, the netns is another one.
+func TestAttachFollowsAnAttachmentToANewNetns(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, capture)
@@ -216,20 +218,20 @@ func TestAttachAgainInANewNetns(t *testing.T) {
 			t.Fatalf("Attach: %v", err)
 		}
 		if !listening(t, h) {
-			t.Fatal("nobody listens")
+			t.Fatal("the capture port is closed")
 		}
 		h.Delete()
 		testbed.Run(t, "ip", "netns", "add", h.Name)
 		h.IP("link", "set", "lo", "up")
 	}
 	if got := len(a.table.Status()); got != 1 {
-		t.Errorf("got %d attachments, want one", got)
+		t.Errorf("got %d attachments, want 1", got)
 	}
 }
 
-// TestRunClosesEveryGate: the rules stay, so connections wait for the next daemon.
-func TestRunClosesEveryGate(t *testing.T) {
-	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+// TestEndOfRunClosesEveryGate: the rules stay, so connections wait for the next daemon.
+func TestEndOfRunClosesEveryGate(t *testing.T) {
+	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, capture)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -239,7 +241,7 @@ func TestRunClosesEveryGate(t *testing.T) {
 		t.Fatal(err)
 	}
 	if c, err := h.Dial(t.Context(), "tcp", net.JoinHostPort("127.0.0.1", "15001")); err != nil {
-		t.Errorf("while it runs: %v", err)
+		t.Errorf("while the agent runs: %v", err)
 	} else {
 		_ = c.Close()
 	}
@@ -248,6 +250,6 @@ func TestRunClosesEveryGate(t *testing.T) {
 		t.Errorf("Run: %v", err)
 	}
 	if listening(t, h) {
-		t.Error("Run has returned, but somebody listens")
+		t.Error("Run has returned, but the capture port is open")
 	}
 }

@@ -13,18 +13,19 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
+// captureInbound decides to capture inbound port 8080 too.
 func captureInbound(at attach.Attachment, interfaces []string) (attach.Decision, error) {
 	d, err := capture(at, interfaces)
 	d.Ruleset.InboundPorts = []ruleset.PortRange{{First: 8080, Last: 8080}}
 	return d, err
 }
 
-// TestInboundPortsChangeLive: what is captured already is not disturbed, and what waits is not reset.
-func TestInboundPortsChangeLive(t *testing.T) {
+// TestInboundPortsChange while the pod is captured: outbound connections and waiting ones are not disturbed.
+func TestInboundPortsChange(t *testing.T) {
 	forBackends(t, func(t *testing.T, backend string) {
-		p := newProvisional(t)
+		p := newTestPod(t)
 		p.Serve(":8080", func(c net.Conn) { _, _ = c.Write([]byte("served")) })
-		p.world, p.Host = p.Host, p.world // the world asks
+		p.world, p.Host = p.Host, p.world // ask dials from the world
 		pod := p.world
 		const service = "198.51.100.2:8080"
 		o := newOrchestrator()
@@ -39,7 +40,7 @@ func TestInboundPortsChangeLive(t *testing.T) {
 		inbound := func() int { return strings.Count(pod.Exec("ss", "-Hltn", "sport = :15006"), "198.51.100.2:15006") }
 		waits := func(n int) func() bool {
 			return func() bool {
-				s, _ := a.of(r.ID)
+				s, _ := a.statusOf(r.ID)
 				return s.Waiting == n
 			}
 		}
@@ -51,16 +52,16 @@ func TestInboundPortsChangeLive(t *testing.T) {
 		}
 		check("no inbound ports")
 		if inbound() > 0 {
-			t.Error("somebody listens on port 15006 for nothing")
+			t.Error("port 15006 is open without inbound ports")
 		}
-		out, err := pod.Dial(t.Context(), "tcp", server+":80") // and is captured
+		out, err := pod.Dial(t.Context(), "tcp", server+":80") // captured
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer out.Close() //nolint:errcheck // it only waits
 		testbed.Eventually(t, "an outbound connection waits", waits(1))
 
-		for range 2 { // whether it is the first time or not
+		for range 2 { // the second round opens the listener again
 			o.set(captureInbound)
 			a.Reconsider(t.Context())
 			a.Reconcile(t.Context())
@@ -70,35 +71,36 @@ func TestInboundPortsChangeLive(t *testing.T) {
 			o.set(capture)
 			a.Reconsider(t.Context())
 			a.Reconcile(t.Context())
-			check("no inbound ports any more")
+			check("inbound ports removed")
 			if inbound() > 0 {
-				t.Error("somebody still listens on port 15006")
+				t.Error("port 15006 is still open")
 			}
 		}
 
 		o.set(captureInbound)
 		a.Reconsider(t.Context())
 		p.ask(t, service)
-		testbed.Eventually(t, "an inbound connection waits too", waits(2))
+		testbed.Eventually(t, "an inbound connection waits as well", waits(2))
 		o.set(capture)
 		a.Reconsider(t.Context())
 		a.Reconcile(t.Context())
-		check("no inbound ports, and one that waits")
+		check("inbound ports removed while a connection waits")
 		if !waits(2)() || inbound() != 1 {
-			t.Error("what waits does not wait any more")
+			t.Errorf("inbound ports removed: both connections wait %t, %d inbound listeners; want true, 1",
+				waits(2)(), inbound())
 		}
 		o.set(pass)
 		a.Reconsider(t.Context())
 		a.Reconcile(t.Context())
 		check("released")
 		if !waits(2)() {
-			t.Error("released: what waits does not wait any more")
+			t.Error("released: the connections do not wait any more")
 		}
 	})
 }
 
-// TestInboundAtEveryAddress that a pod has, by whichever attachment, and at none that it has not yet been given.
-func TestInboundAtEveryAddress(t *testing.T) {
+// TestInboundListenersCoverEveryAddress of a pod, of all its attachments, and no other address.
+func TestInboundListenersCoverEveryAddress(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, captureInbound)
@@ -127,14 +129,15 @@ func TestInboundAtEveryAddress(t *testing.T) {
 	}
 	nowhere := attachment(testbed.NewHost(t, "nowhere"), "eth0")
 	nowhere.IPs = nil
-	if _, err := a.Attach(t.Context(), nowhere); err == nil || !strings.Contains(err.Error(), "addresses are not known") {
-		t.Errorf("without an address: got %v, want an error that says so", err)
+	_, err := a.Attach(t.Context(), nowhere)
+	if err == nil || !strings.Contains(err.Error(), "addresses are not known") {
+		t.Errorf("without an address: got %v, want an error about the unknown addresses", err)
 	}
 }
 
-// TestReturnedListenersOfAPodThatGoes: they would keep its netns, and a connection in it.
-func TestReturnedListenersOfAPodThatGoes(t *testing.T) {
-	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+// TestDetachClosesReturnedListeners: they would pin the netns and the connections in their accept queues.
+func TestDetachClosesReturnedListeners(t *testing.T) {
+	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	h := testbed.NewHost(t, "pod")
 	h.IP("link", "set", "lo", "up")
 	for _, state := range []attach.State{attach.Captured, attach.Passed} {
@@ -156,7 +159,7 @@ func TestReturnedListenersOfAPodThatGoes(t *testing.T) {
 			t.Fatal(err)
 		}
 		if listening(t, h) {
-			t.Errorf("%s: somebody still listens", state)
+			t.Errorf("%s: the capture port is still open", state)
 		}
 	}
 }

@@ -15,8 +15,8 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// TestQueuedConnectionsExpire: each when it has waited for its pod's timeout itself, and not for those before it. People
-// are told once.
+// TestQueuedConnectionsExpire: each connection is reset when it has waited for its pod's timeout itself. An event
+// reports the first reset alone.
 func TestQueuedConnectionsExpire(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
@@ -39,8 +39,8 @@ func TestQueuedConnectionsExpire(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = c.Close() })
-		testbed.Eventually(t, "it waits", func() bool {
-			s, _ := a.of(at.ID)
+		testbed.Eventually(t, "the connection waits", func() bool {
+			s, _ := a.statusOf(at.ID)
 			return s.Waiting == waiting
 		})
 		return c
@@ -49,7 +49,7 @@ func TestQueuedConnectionsExpire(t *testing.T) {
 		_ = c.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
 		_, err := c.Read(make([]byte, 1))
 		if errors.Is(err, io.EOF) {
-			t.Error("it was ended, not reset")
+			t.Error("the connection was ended, not reset")
 		}
 		return errors.Is(err, syscall.ECONNRESET)
 	}
@@ -60,26 +60,28 @@ func TestQueuedConnectionsExpire(t *testing.T) {
 	a.tick(start.Add(30 * time.Second))
 	a.tick(start.Add(59 * time.Second))
 	if isReset(first) || isReset(second) {
-		t.Error("reset too early")
+		t.Error("a connection was reset too early")
 	}
 	a.tick(start.Add(60 * time.Second))
 	if !isReset(first) {
-		t.Error("the first was not reset after its time")
+		t.Error("the first was not reset after its timeout")
 	}
 	if isReset(second) {
 		t.Error("the second was reset with the first")
 	}
 	a.tick(start.Add(90 * time.Second))
 	if !isReset(second) {
-		t.Error("the second was not reset after its time")
+		t.Error("the second was not reset after its timeout")
 	}
 	if got := a.table.Expired(); got != 2 {
-		t.Errorf("got %d counted, want 2", got)
+		t.Errorf("got %d expired connections counted, want 2", got)
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	told := slices.DeleteFunc(slices.Clone(o.events), func(e string) bool { return !strings.Contains(e, endpoint.ReasonReset) })
-	if len(told) != 1 || !strings.Contains(told[0], "for more than 1m0s") {
-		t.Errorf("got events %q, want one", told)
+	resets := slices.DeleteFunc(slices.Clone(o.events), func(e string) bool {
+		return !strings.Contains(e, endpoint.ReasonReset)
+	})
+	if len(resets) != 1 || !strings.Contains(resets[0], "for more than 1m0s") {
+		t.Errorf("got events about resets %q, want one", resets)
 	}
 }

@@ -9,10 +9,10 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// decide makes a decision.
+// decide makes the decision about one attachment.
 type decide func(at attach.Attachment, interfaces []string) (attach.Decision, error)
 
-// fakeOrchestrator is an orchestrator whose decisions a test changes.
+// fakeOrchestrator is an orchestrator with decisions that a test sets.
 type fakeOrchestrator struct {
 	mu      sync.Mutex
 	decide  decide
@@ -22,6 +22,7 @@ type fakeOrchestrator struct {
 
 func newOrchestrator() *fakeOrchestrator { return &fakeOrchestrator{decide: pass} }
 
+// set replaces the decisions, and the pods that run.
 func (o *fakeOrchestrator) set(d decide, running ...optin.Running) {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -18,20 +18,19 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// provisional is a pod that was captured while the daemon was down, and has a server to talk to. The server
-// says who it talks to.
-type provisional struct {
+// testPod is a pod with a link to the world, where servers answer with the client's address.
+type testPod struct {
 	*testbed.Host
 	world  *testbed.Host
-	served atomic.Int32
+	served atomic.Int32 // connections that reached a server
 }
 
 const server = "198.51.100.10"
 
-func newProvisional(t *testing.T) *provisional {
+func newTestPod(t *testing.T) *testPod {
 	t.Helper()
 	world := testbed.NewHost(t, "world")
-	p := &provisional{Host: testbed.NewHost(t, "pod"), world: world}
+	p := &testPod{Host: testbed.NewHost(t, "pod"), world: world}
 	p.IP("link", "add", "eth0", "index", "1000", "type", "veth", "peer", "name", "eth0", "netns", world.Name)
 	for h, address := range map[*testbed.Host]string{p.Host: "198.51.100.2", world: server} {
 		h.IP("addr", "add", address+"/24", "dev", "eth0")
@@ -47,7 +46,8 @@ func newProvisional(t *testing.T) *provisional {
 	return p
 }
 
-func (p *provisional) apply(t *testing.T, backend string) *ruleset.Installed {
+// apply installs the rules that the plugin installs while the daemon is down.
+func (p *testPod) apply(t *testing.T, backend string) *ruleset.Installed {
 	t.Helper()
 	in, err := ruleset.Apply(t.Context(), p.Path(), ruleset.Provisional("eth0"), backend, nil)
 	if err != nil {
@@ -56,8 +56,8 @@ func (p *provisional) apply(t *testing.T, backend string) *ruleset.Installed {
 	return &in
 }
 
-// ask dials address; what the server says, or the error, comes through the channel.
-func (p *provisional) ask(t *testing.T, address string) <-chan string {
+// ask dials address. The channel receives the server's answer, or the error.
+func (p *testPod) ask(t *testing.T, address string) <-chan string {
 	t.Helper()
 	got := make(chan string, 1)
 	go func() {
@@ -80,8 +80,8 @@ func (p *provisional) ask(t *testing.T, address string) <-chan string {
 	return got
 }
 
-// waitFor waits until the SYNs of n connections have been redirected, and dropped: nobody listens.
-func (p *provisional) waitFor(t *testing.T, n int) {
+// waitForSYNs waits until the SYNs of n connections have been redirected. The SYN gate drops them: no socket listens.
+func (p *testPod) waitForSYNs(t *testing.T, n int) {
 	t.Helper()
 	testbed.Eventually(t, fmt.Sprintf("%d SYNs wait", n), func() bool {
 		waiting := 0
@@ -110,14 +110,16 @@ func (p *provisional) waitFor(t *testing.T, n int) {
 		return waiting == n
 	})
 	if got := p.served.Load(); got != 0 {
-		t.Errorf("%d connections went around, want none", got)
+		t.Errorf("%d connections bypassed the gate, want none", got)
 	}
 }
 
-func (p *provisional) rules() string {
+// rules lists the rules of every backend.
+func (p *testPod) rules() string {
 	return p.Exec("nft", "list", "ruleset") + p.Exec("iptables-legacy-save") + p.Exec("ip6tables-legacy-save")
 }
 
+// forBackends runs f as a parallel subtest for every backend.
 func forBackends(t *testing.T, f func(t *testing.T, backend string)) {
 	t.Helper()
 	t.Parallel()
@@ -129,13 +131,13 @@ func forBackends(t *testing.T, f func(t *testing.T, backend string)) {
 	}
 }
 
-func TestProvisionalIsNotCaptured(t *testing.T) {
+func TestProvisionalPodIsReleased(t *testing.T) {
 	forBackends(t, func(t *testing.T, backend string) {
-		p := newProvisional(t)
+		p := newTestPod(t)
 		a := newAgent(t, pass)
 		r := a.write(t, p.Host, attach.Provisional, p.apply(t, backend))
 		ipv4, ipv6 := p.ask(t, server+":80"), p.ask(t, "[2001:db8::10]:80")
-		p.waitFor(t, 2)
+		p.waitForSYNs(t, 2)
 		a.Reconcile(t.Context())
 		if got, want := <-ipv4, "hello 198.51.100.2"; got != want {
 			t.Errorf("IPv4: got %q, want %q", got, want)
@@ -148,17 +150,17 @@ func TestProvisionalIsNotCaptured(t *testing.T) {
 		}
 		got, err := a.store.Read(r.ID)
 		if err != nil || got.State != attach.Passed || got.Installed != nil {
-			t.Errorf("record: got %+v, %v; want it not captured, without rules", got, err)
+			t.Errorf("record: got %+v, %v; want it passed, without rules", got, err)
 		}
-		if s, ok := a.of(r.ID); !ok || s.State != attach.Passed || listening(t, p.Host) {
-			t.Errorf("got %+v, listening %t", s, listening(t, p.Host))
+		if s, ok := a.statusOf(r.ID); !ok || s.State != attach.Passed || listening(t, p.Host) {
+			t.Errorf("got %+v, listening %t; want the attachment passed, without a gate", s, listening(t, p.Host))
 		}
 	})
 }
 
-func TestProvisionalIsCaptured(t *testing.T) {
+func TestProvisionalPodIsCaptured(t *testing.T) {
 	forBackends(t, func(t *testing.T, backend string) {
-		p := newProvisional(t)
+		p := newTestPod(t)
 		a := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
 			d, err := capture(at, interfaces)
 			d.Ruleset.ExcludePorts = []ruleset.PortRange{{First: 81, Last: 81}}
@@ -168,20 +170,21 @@ func TestProvisionalIsCaptured(t *testing.T) {
 		p.ask(t, server+":80")
 		p.ask(t, "[2001:db8::10]:80")
 		excluded := p.ask(t, server+":81")
-		p.waitFor(t, 3)
+		p.waitForSYNs(t, 3)
 		a.Reconcile(t.Context())
 		testbed.Eventually(t, "the captured connections wait for the upstream", func() bool {
-			s, ok := a.of(r.ID)
+			s, ok := a.statusOf(r.ID)
 			return ok && s.Waiting == 2
 		})
 		if got, want := <-excluded, "hello 198.51.100.2"; got != want {
 			t.Errorf("to the excluded port: got %q, want %q", got, want)
 		}
 		if got := p.served.Load(); got != 1 {
-			t.Errorf("%d connections reached the server, want the excluded one alone", got)
+			t.Errorf("%d connections reached the server, want only the excluded one", got)
 		}
 		got, err := a.store.Read(r.ID)
-		if err != nil || got.State != attach.Captured || got.Installed == nil || got.Installed.Backend != backend || len(got.Installed.Ruleset.ExcludePorts) != 1 {
+		if err != nil || got.State != attach.Captured || got.Installed == nil || got.Installed.Backend != backend ||
+			len(got.Installed.Ruleset.ExcludePorts) != 1 {
 			t.Fatalf("record: got %+v, %v; want it captured, with the new ruleset", got, err)
 		}
 		if drift, err := got.Installed.Check(t.Context(), p.Path()); err != nil || len(drift) > 0 {
@@ -190,10 +193,10 @@ func TestProvisionalIsCaptured(t *testing.T) {
 	})
 }
 
-// TestProvisionalStaysWhileItCannotBeDecided: an error is never read as "not captured".
-func TestProvisionalStaysWhileItCannotBeDecided(t *testing.T) {
+// TestProvisionalPodStaysSoWithoutADecision: an error is never read as "not captured".
+func TestProvisionalPodStaysSoWithoutADecision(t *testing.T) {
 	t.Parallel()
-	p := newProvisional(t)
+	p := newTestPod(t)
 	var known atomic.Bool
 	a := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
 		if !known.Load() {
@@ -204,24 +207,25 @@ func TestProvisionalStaysWhileItCannotBeDecided(t *testing.T) {
 	in := p.apply(t, "auto")
 	r := a.write(t, p.Host, attach.Provisional, in)
 	got := p.ask(t, server+":80")
-	p.waitFor(t, 1)
+	p.waitForSYNs(t, 1)
 	for range 2 {
 		a.Reconcile(t.Context())
-		s, ok := a.of(r.ID)
-		if !ok || s.State != attach.Provisional || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], "annotation sluice.dev/quic: bad") {
+		s, ok := a.statusOf(r.ID)
+		if !ok || s.State != attach.Provisional || len(s.Notes) != 1 ||
+			!strings.Contains(s.Notes[0], "annotation sluice.dev/quic: bad") {
 			t.Errorf("got %+v, want it provisional, with a note", s)
 		}
 	}
 	if drift, err := in.Check(t.Context(), p.Path()); err != nil || len(drift) > 0 {
 		t.Errorf("Check: got %q, %v; want no drift", drift, err)
 	}
-	p.waitFor(t, 1)
+	p.waitForSYNs(t, 1)
 	known.Store(true)
 	a.Reconcile(t.Context())
 	if g, want := <-got, "hello 198.51.100.2"; g != want {
 		t.Errorf("decided: got %q, want %q", g, want)
 	}
-	if s, ok := a.of(r.ID); !ok || s.State != attach.Passed || len(s.Notes) > 0 {
+	if s, ok := a.statusOf(r.ID); !ok || s.State != attach.Passed || len(s.Notes) > 0 {
 		t.Errorf("decided: got %+v, want it passed, without a note", s)
 	}
 }

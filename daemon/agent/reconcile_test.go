@@ -16,7 +16,14 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// write puts a record of h in its present netns into the store.
+// installed is the ruleset of a captured pod as the plugin records it.
+func installed() *ruleset.Installed {
+	return &ruleset.Installed{
+		Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision,
+	}
+}
+
+// write stores a record of an attachment of h, with the identity that its netns has now.
 func (a *testAgent) write(t *testing.T, h *testbed.Host, state attach.State, in *ruleset.Installed) attach.Record {
 	t.Helper()
 	id, err := attach.IdentifyNetns(h.Path())
@@ -30,6 +37,7 @@ func (a *testAgent) write(t *testing.T, h *testbed.Host, state attach.State, in 
 	return r
 }
 
+// checkRecord checks whether the store has a record of the attachment.
 func checkRecord(t *testing.T, a *testAgent, id attach.ID, want bool) {
 	t.Helper()
 	_, err := a.store.Read(id)
@@ -41,11 +49,12 @@ func checkRecord(t *testing.T, a *testAgent, id attach.ID, want bool) {
 	}
 }
 
-func TestReconcileTakesUpRecords(t *testing.T) {
+func TestReconcileAddsRecords(t *testing.T) {
 	t.Parallel()
 	captured, passed := testbed.NewHost(t, "captured"), testbed.NewHost(t, "passed")
-	a := newAgent(t, unknown) // what is settled stays so
-	in := &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", IPv6: true, Revision: ruleset.Revision}
+	a := newAgent(t, unknown) // settled attachments keep their state
+	in := installed()
+	in.IPv6, in.SYNGate = true, false
 	one, other := a.write(t, captured, attach.Captured, in), a.write(t, passed, attach.Passed, nil)
 	if err := os.WriteFile(filepath.Join(a.dir, "corrupt:eth0.json"), []byte("{"), 0o600); err != nil {
 		t.Fatal(err)
@@ -53,89 +62,93 @@ func TestReconcileTakesUpRecords(t *testing.T) {
 	for range 2 {
 		a.Reconcile(t.Context())
 		if !listening(t, captured) || listening(t, passed) {
-			t.Errorf("listening in captured %t, in passed %t", listening(t, captured), listening(t, passed))
+			t.Errorf("listening in the captured netns %t, in the passed one %t; want the first alone",
+				listening(t, captured), listening(t, passed))
 		}
-		s, ok := a.of(one.ID)
-		if !ok || s.State != attach.Captured || s.Backend != "nftables" || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], "no SYN gate") {
+		s, ok := a.statusOf(one.ID)
+		if !ok || s.State != attach.Captured || s.Backend != "nftables" || len(s.Notes) != 1 ||
+			!strings.Contains(s.Notes[0], "no SYN gate") {
 			t.Errorf("captured: got %+v, want a note that there is no SYN gate", s)
 		}
-		if s, ok := a.of(other.ID); !ok || s.State != attach.Passed {
-			t.Errorf("passed: got %+v", s)
+		if s, ok := a.statusOf(other.ID); !ok || s.State != attach.Passed {
+			t.Errorf("passed: got %+v, want state passed", s)
 		}
 	}
 	checkRecord(t, a, one.ID, true)
 	checkRecord(t, a, other.ID, true)
 }
 
-// TestReconcileLearnsFromARecord what the attachment did not say: how it was installed.
-func TestReconcileLearnsFromARecord(t *testing.T) {
+// TestReconcileCompletesAnAttachment with the part of the record that an ADD does not have: the installed rules.
+func TestReconcileCompletesAnAttachment(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	a := newAgent(t, capture)
 	if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
 		t.Fatal(err)
 	}
-	r := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision})
+	r := a.write(t, h, attach.Captured, installed())
 	a.Reconcile(t.Context())
-	if s, ok := a.of(r.ID); !ok || s.Backend != "nftables" || len(s.Notes) > 0 {
-		t.Errorf("got %+v, want the backend", s)
+	if s, ok := a.statusOf(r.ID); !ok || s.Backend != "nftables" || len(s.Notes) > 0 {
+		t.Errorf("got %+v, want the backend, and no notes", s)
 	}
 }
 
-func TestReconcileDropsRecordsOfNetnsThatAreGone(t *testing.T) {
+func TestReconcileRemovesRecordsOfGoneNetns(t *testing.T) {
 	t.Parallel()
-	for name, again := range map[string]bool{"gone": false, "made again at the same path": true} {
-		for when, known := range map[string]bool{"before the start": false, "afterwards": true} {
+	for name, replaced := range map[string]bool{"gone": false, "replaced at the same path": true} {
+		for when, known := range map[string]bool{"before Reconcile": false, "between two calls of Reconcile": true} {
 			t.Run(name+" "+when, func(t *testing.T) {
 				t.Parallel()
 				h := testbed.NewHost(t, "pod")
 				a := newAgent(t, capture)
-				in := &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", Revision: ruleset.Revision}
+				in := installed()
+				in.SYNGate = false
 				r := a.write(t, h, attach.Captured, in)
 				if known {
 					a.Reconcile(t.Context())
 					if !listening(t, h) {
-						t.Fatal("nobody listens")
+						t.Fatal("the capture port is closed")
 					}
 				}
 				h.Delete()
-				if again {
+				if replaced {
 					testbed.Run(t, "ip", "netns", "add", h.Name)
 					h.IP("link", "set", "lo", "up")
 				}
 				a.Reconcile(t.Context())
 				checkRecord(t, a, r.ID, false)
-				if s, ok := a.of(r.ID); ok {
-					t.Errorf("got %+v, want it dropped", s)
+				if s, ok := a.statusOf(r.ID); ok {
+					t.Errorf("got %+v, want no attachment", s)
 				}
-				if again && listening(t, h) {
-					t.Error("somebody listens in a netns that nobody has attached")
+				if replaced && listening(t, h) {
+					t.Error("the capture port is open in a netns without an attachment")
 				}
 			})
 		}
 	}
 }
 
-func TestReconcileTriesAgain(t *testing.T) {
-	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+func TestReconcileRetriesToOpenAGate(t *testing.T) {
+	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	h := testbed.NewHost(t, "pod")
 	taken := h.Listen("127.0.0.1:15001")
 	a := newAgent(t, capture)
-	r := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision})
+	r := a.write(t, h, attach.Captured, installed())
 	a.Reconcile(t.Context())
-	if s, ok := a.of(r.ID); !ok || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], "address already in use") {
+	if s, ok := a.statusOf(r.ID); !ok || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], "address already in use") {
 		t.Errorf("the port is taken: got %+v, want a note", s)
 	}
 	_ = taken.Close()
 	a.Reconcile(t.Context())
-	if s, ok := a.of(r.ID); !ok || len(s.Notes) > 0 || !listening(t, h) {
-		t.Errorf("the port is free again: got %+v, listening %t", s, listening(t, h))
+	if s, ok := a.statusOf(r.ID); !ok || len(s.Notes) > 0 || !listening(t, h) {
+		t.Errorf("the port is free again: got %+v, listening %t; want a gate, and no note", s, listening(t, h))
 	}
 }
 
-// TestEviction: who has had the ports of a captured pod for too long loses them; what is our own already stays.
-func TestEviction(t *testing.T) {
-	// Not parallel, as above.
+// TestReconcileEvictsOtherListeners: after a grace period, other processes lose their listeners at the capture ports of
+// a pod. The agent's own listeners stay.
+func TestReconcileEvictsOtherListeners(t *testing.T) {
+	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	h := testbed.NewHost(t, "pod")
 	h.IP("addr", "add", "10.0.0.6/32", "dev", "lo")
 	a := newAgent(t, func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
@@ -143,9 +156,9 @@ func TestEviction(t *testing.T) {
 		d.Ruleset.InboundPorts = []ruleset.PortRange{{First: 80, Last: 80}}
 		return d, err
 	})
-	rules := ruleset.Provisional("eth0")
-	rules.InboundPorts = []ruleset.PortRange{{First: 80, Last: 80}}
-	first := a.write(t, h, attach.Captured, &ruleset.Installed{Ruleset: rules, Backend: "nftables", SYNGate: true, Revision: ruleset.Revision})
+	in := installed()
+	in.Ruleset.InboundPorts = []ruleset.PortRange{{First: 80, Last: 80}}
+	first := a.write(t, h, attach.Captured, in)
 	hung, err := gate.Open(h.Path())
 	if err != nil {
 		t.Fatal(err)
@@ -160,29 +173,30 @@ func TestEviction(t *testing.T) {
 		t.Fatal(err)
 	}
 	a.Reconcile(t.Context())
-	if s, ok := a.of(first.ID); !ok || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], "address already in use") {
-		t.Errorf("too early: got %+v, want a note", s)
+	s, ok := a.statusOf(first.ID)
+	if !ok || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], "address already in use") {
+		t.Errorf("within the grace period: got %+v, want a note", s)
 	}
 	a.evictFrom = time.Now()
 	a.Reconcile(t.Context())
 	for _, l := range hung.Listeners {
 		if _, err := l.Accept(t.Context()); !errors.Is(err, syscall.EINVAL) {
-			t.Errorf("the other's listener: got %v, want %v", err, syscall.EINVAL)
+			t.Errorf("Accept at the other listener: got %v, want %v", err, syscall.EINVAL)
 		}
 	}
 	listeners := h.Exec("ss", "-Hltn")
 	for _, address := range []string{"0.0.0.0:15001 ", "[::]:15001 ", "10.0.0.6:15006 "} {
 		if strings.Count(listeners, address) != 1 {
-			t.Errorf("got listeners\n%s, want one of our own at %s", listeners, address)
+			t.Errorf("got listeners\n%s, want one of the agent at %s", listeners, address)
 		}
 	}
-	if s, _ := a.of(first.ID); len(s.Notes) > 0 {
+	if s, _ := a.statusOf(first.ID); len(s.Notes) > 0 {
 		t.Errorf("got %+v, want no notes", s)
 	}
 }
 
-// TestReconcileSurvivesRecordsThatNobodyWrites: one bad file must not take the node's daemon down, again and again.
-func TestReconcileSurvivesRecordsThatNobodyWrites(t *testing.T) {
+// TestReconcileSurvivesInvalidRecords: one bad file must not crash the node's daemon at every start.
+func TestReconcileSurvivesInvalidRecords(t *testing.T) {
 	t.Parallel()
 	for _, state := range []attach.State{attach.Provisional, attach.Captured, "", "unheard of"} {
 		for name, decide := range map[string]decide{"captured": capture, "not captured": pass} {

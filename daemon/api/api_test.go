@@ -36,12 +36,13 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
-// testAPI is an API with an agent for which decide makes every decision, and whose upstream never comes.
+// testAPI is an API with an agent that gets every decision from decide. Nothing listens at the address of its upstream.
 type testAPI struct {
 	*API
 	store attach.Store
 }
 
+// decide is an orchestrator that decides with a function.
 type decide func(at attach.Attachment, interfaces []string) (attach.Decision, error)
 
 // Decision implements agent.Orchestrator.
@@ -75,7 +76,7 @@ func newAPIWith(t *testing.T, d decide, store attach.Store) *testAPI {
 	t.Cleanup(func() {
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel()
-		if err := a.Run(ctx); err != nil { // closes every gate
+		if err := a.Run(ctx); err != nil { // the end of Run closes every gate
 			t.Errorf("Run: %v", err)
 		}
 	})
@@ -99,7 +100,7 @@ func attachment(h *testbed.Host) attach.Attachment {
 	}
 }
 
-// socketPath is in a directory that Start has to make.
+// socketPath returns a path in a directory that Start has to make.
 func socketPath(t *testing.T) string {
 	t.Helper()
 	return filepath.Join(t.TempDir(), "run", "agent.sock")
@@ -123,6 +124,7 @@ func serveAt(t *testing.T, a *testAPI, path string) {
 	})
 }
 
+// serve serves a until the test ends, and returns a client.
 func serve(t *testing.T, a *testAPI) *attach.Client {
 	t.Helper()
 	path := socketPath(t)
@@ -130,7 +132,7 @@ func serve(t *testing.T, a *testAPI) *attach.Client {
 	return attach.NewClient(path)
 }
 
-func TestServerRefuses(t *testing.T) {
+func TestServerRefusesInvalidRequests(t *testing.T) {
 	t.Parallel()
 	a := newAPI(t, capture)
 	path := socketPath(t)
@@ -139,22 +141,44 @@ func TestServerRefuses(t *testing.T) {
 		return new(net.Dialer).DialContext(ctx, "unix", path)
 	}}}
 	const attachments = "http://sluiced" + attach.PathAttachments
+	const post, invalid = "POST", "the request is not an attachment"
 	for _, tc := range []struct{ name, method, url, body, want string }{
-		{"nothing", "POST", attachments, "", "the request is not an attachment"},
-		{"not JSON", "POST", attachments, "containerID=4f2a", "the request is not an attachment"},
-		{"another type", "POST", attachments, `{"containerID":7}`, "containerID"},
-		{"a list", "POST", attachments, `[]`, "the request is not an attachment"},
-		{"an unknown field", "POST", attachments, `{"containerID":"4f2a","force":true}`, `unknown field "force"`},
-		{"no netns", "POST", attachments, `{"containerID":"4f2a","ifName":"eth0"}`, "no netns path"},
-		{"no container ID", "POST", attachments, `{"ifName":"eth0","netns":"/n"}`, `container ID ""`},
-		{"a bad container ID", "POST", attachments, `{"containerID":"../x","ifName":"eth0","netns":"/n"}`, `container ID "../x"`},
-		{"a bad interface", "POST", attachments, `{"containerID":"4f2a","ifName":"eth/0","netns":"/n"}`, `"eth/0" is not an interface name`},
-		{"a bad pod", "POST", attachments, `{"containerID":"4f2a","ifName":"eth0","netns":"/n","pod":{"name":"a\r\nb"}}`, "pod name"},
-		{"a bad address", "POST", attachments, `{"containerID":"4f2a","ifName":"eth0","netns":"/n","ips":["x"]}`, "the request is not an attachment"},
-		{"a netns that is none", "POST", attachments, `{"containerID":"4f2a","ifName":"eth0","netns":"/no/such/netns"}`, "netns is gone"},
-		{"an oversized body", "POST", attachments, `{"containerID":"` + strings.Repeat("a", attach.MaxRequest) + `"}`, "too large"},
+		{"an empty body", post, attachments, "", invalid},
+		{"not JSON", post, attachments, "containerID=4f2a", invalid},
+		{"another type", post, attachments, `{"containerID":7}`, "containerID"},
+		{"a list", post, attachments, `[]`, invalid},
+		{"an unknown field", post, attachments, `{"containerID":"4f2a","force":true}`, `unknown field "force"`},
+		{"no netns", post, attachments, `{"containerID":"4f2a","ifName":"eth0"}`, "no netns path"},
+		{"no container ID", post, attachments, `{"ifName":"eth0","netns":"/n"}`, `container ID ""`},
+		{
+			"a bad container ID", post, attachments,
+			`{"containerID":"../x","ifName":"eth0","netns":"/n"}`, `container ID "../x"`,
+		},
+		{
+			"a bad interface", post, attachments,
+			`{"containerID":"4f2a","ifName":"eth/0","netns":"/n"}`, `"eth/0" is not an interface name`,
+		},
+		{
+			"a bad pod", post, attachments,
+			`{"containerID":"4f2a","ifName":"eth0","netns":"/n","pod":{"name":"a\r\nb"}}`, "pod name",
+		},
+		{
+			"a bad address", post, attachments,
+			`{"containerID":"4f2a","ifName":"eth0","netns":"/n","ips":["x"]}`, invalid,
+		},
+		{
+			"a path without a netns", post, attachments,
+			`{"containerID":"4f2a","ifName":"eth0","netns":"/no/such/netns"}`, "netns is gone",
+		},
+		{
+			"an oversized body", post, attachments,
+			`{"containerID":"` + strings.Repeat("a", attach.MaxRequest) + `"}`, "too large",
+		},
 		{"detach with a bad container ID", "DELETE", attachments + "/..%2fx/eth0", "", `container ID "../x"`},
-		{"detach with a bad interface", "DELETE", attachments + "/4f2a/eth%200", "", `"eth 0" is not an interface name`},
+		{
+			"detach with a bad interface", "DELETE", attachments + "/4f2a/eth%200", "",
+			`"eth 0" is not an interface name`,
+		},
 	} {
 		req, err := http.NewRequestWithContext(t.Context(), tc.method, tc.url, strings.NewReader(tc.body))
 		if err != nil {
@@ -168,17 +192,18 @@ func TestServerRefuses(t *testing.T) {
 		var got attach.RefusedError
 		err = json.NewDecoder(resp.Body).Decode(&got)
 		_ = resp.Body.Close()
-		if err != nil || resp.StatusCode != http.StatusUnprocessableEntity || !got.Final || !strings.Contains(got.Message, tc.want) {
+		if err != nil || resp.StatusCode != http.StatusUnprocessableEntity || !got.Final ||
+			!strings.Contains(got.Message, tc.want) {
 			t.Errorf("%s: got %s, %+v, %v; want 422, final, with %q", tc.name, resp.Status, got, err, tc.want)
 		}
 	}
 	if got := a.Table.Status(); len(got) > 0 {
-		t.Errorf("got %+v, want nothing attached", got)
+		t.Errorf("got %+v, want no attachment", got)
 	}
 }
 
-// TestServerAndClient: each verb over the socket.
-func TestServerAndClient(t *testing.T) {
+// TestEachRequestOverTheSocket: attach, list, status and detach.
+func TestEachRequestOverTheSocket(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	c := serve(t, newAPI(t, capture))
@@ -203,12 +228,12 @@ func TestServerAndClient(t *testing.T) {
 	h.Listen("127.0.0.1:15001")
 	var refused *attach.RefusedError
 	if _, err := c.Attach(t.Context(), at); !errors.As(err, &refused) || refused.Final {
-		t.Errorf("Attach while the port is taken: got %v, want it refused, but not for ever", err)
+		t.Errorf("Attach while the port is taken: got %v, want a RefusedError that is not final", err)
 	}
 }
 
-// TestStart: the socket of an earlier daemon is replaced while that daemon serves it.
-func TestStart(t *testing.T) {
+// TestStartReplacesTheSocket of an earlier daemon while that daemon serves it.
+func TestStartReplacesTheSocket(t *testing.T) {
 	t.Parallel()
 	path := socketPath(t)
 	for _, before := range []string{"no daemon", "another daemon"} {
@@ -223,7 +248,7 @@ func TestStart(t *testing.T) {
 	}
 }
 
-// TestOtherUsersAreTurnedAway, even where the mode of the socket would let them in.
+// TestOtherUsersAreTurnedAway, even if the mode of the socket would let them in.
 func TestOtherUsersAreTurnedAway(t *testing.T) {
 	t.Parallel()
 	path := socketPath(t)
@@ -244,21 +269,24 @@ func TestOtherUsersAreTurnedAway(t *testing.T) {
 	}
 }
 
-// statusLine asks for the status as another user; "" means that the server hung up.
+// statusLine asks for the status as another user, and returns the first line of the answer, or "" if the server
+// hung up.
 func statusLine(path string, uid int) (line string, err error) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		runtime.LockOSThread() // and not unlocked: the thread ends with its user
+		runtime.LockOSThread() // never unlocked, so that the thread ends, and its user ID with it
 		line, err = askAs(path, uid)
 	}()
 	<-done
 	return line, err
 }
 
+// askAs makes the request of statusLine on a thread that it changes.
 func askAs(path string, uid int) (string, error) {
 	same := ^uintptr(0)
-	if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, same, uintptr(uid), same); errno != 0 { // of this thread alone
+	// The raw system call changes this thread alone.
+	if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, same, uintptr(uid), same); errno != 0 {
 		return "", fmt.Errorf("becoming user %d, for which this test must be run as root: %w", uid, errno)
 	}
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -282,11 +310,11 @@ func askAs(path string, uid int) (string, error) {
 	return strings.Replace(line, "HTTP/1.0", "HTTP/1.1", 1), err
 }
 
-func TestMetrics(t *testing.T) {
+func TestMetricsCountAttachmentsAndProxies(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	a := newAPI(t, capture)
-	a.Upstream = proxied{}
+	a.Upstream = threeProxies{}
 	if _, err := a.Agent.Attach(t.Context(), attachment(h)); err != nil {
 		t.Fatal(err)
 	}
@@ -309,25 +337,29 @@ func TestMetrics(t *testing.T) {
 		}
 	}
 	want := map[string]float64{
-		"sluice_upstream_ready": 1, "sluice_expired_connections_total": 0, "sluice_direct_connections_total": 0, "sluice_attachments state=captured": 1, "sluice_waiting_connections": 0, "sluice_open_connections": 0,
-		"sluice_pod_waiting_connections pod=ci/web-0": 0, "sluice_proxies state=answers": 2, "sluice_proxies state=hangs": 1,
+		"sluice_upstream_ready": 1, "sluice_attachments state=captured": 1,
+		"sluice_expired_connections_total": 0, "sluice_direct_connections_total": 0,
+		"sluice_waiting_connections": 0, "sluice_open_connections": 0,
+		"sluice_pod_waiting_connections pod=ci/web-0": 0,
+		"sluice_proxies state=answers":                2, "sluice_proxies state=hangs": 1,
 		"sluice_proxy_pods proxy=one": 5, "sluice_proxy_pods proxy=other": 1,
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("(-want +got):\n%s", diff)
+		t.Errorf("metrics (-want +got):\n%s", diff)
 	}
 }
 
-// proxied is an upstream of three proxies.
-type proxied struct{}
+// threeProxies is an upstream with three proxies, two of them with the same name.
+type threeProxies struct{}
 
-func (proxied) Status() attach.UpstreamStatus {
+// Status implements agent.Upstream.
+func (threeProxies) Status() attach.UpstreamStatus {
 	return attach.UpstreamStatus{Ready: true, Proxies: []attach.ProxyStatus{
 		{Name: "one", Pods: 2}, {Name: "one", Pods: 3}, {Name: "other", Pods: 1, Hangs: true},
 	}}
 }
 
-func TestConcurrentAttachAndDetach(t *testing.T) {
+func TestConcurrentAttachAndDetachLeaveNothing(t *testing.T) {
 	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	h := testbed.NewHost(t, "pod")
 	a := newAPI(t, capture)
@@ -351,15 +383,15 @@ func TestConcurrentAttachAndDetach(t *testing.T) {
 	}
 	wg.Wait()
 	if got, err := c.List(t.Context()); err != nil || len(got) > 0 {
-		t.Errorf("List: got %+v, %v; want nothing", got, err)
+		t.Errorf("List: got %+v, %v; want no attachment", got, err)
 	}
 	if c, err := h.Dial(t.Context(), "tcp", "127.0.0.1:15001"); !errors.Is(err, syscall.ECONNREFUSED) {
-		t.Errorf("all detached: got %v, %v; want the capture port closed", c, err)
+		t.Errorf("dialling after the last Detach: got %v, %v; want the capture port closed", c, err)
 	}
 }
 
-// TestBusyIsNotHung: a daemon that answers, and then takes its time, is waited for.
-func TestBusyIsNotHung(t *testing.T) {
+// TestStartWaitsForABusyDaemon: a daemon that has answered may take longer than answerTimeout for the rest.
+func TestStartWaitsForABusyDaemon(t *testing.T) {
 	t.Parallel()
 	one, two := testbed.NewHost(t, "one"), testbed.NewHost(t, "two")
 	deciding, decided := make(chan struct{}), make(chan struct{})
@@ -379,26 +411,26 @@ func TestBusyIsNotHung(t *testing.T) {
 	in := ruleset.Installed{
 		Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision,
 	}
-	err = old.store.Write(attach.Record{Attachment: attachment(one), NetnsID: id, State: attach.Captured, Installed: &in})
-	if err != nil {
+	r := attach.Record{Attachment: attachment(one), NetnsID: id, State: attach.Captured, Installed: &in}
+	if err := old.store.Write(r); err != nil {
 		t.Fatal(err)
 	}
 	old.Agent.Reconcile(t.Context())
-	waits, err := one.Dial(t.Context(), "tcp", "127.0.0.1:15001")
+	waiting, err := one.Dial(t.Context(), "tcp", "127.0.0.1:15001")
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = waits.Close() })
-	go func() { _, _ = old.Agent.Attach(t.Context(), attachment(two)) }() // removed with its netns
+	t.Cleanup(func() { _ = waiting.Close() })
+	go func() { _, _ = old.Agent.Attach(t.Context(), attachment(two)) }() // detached when its netns goes
 	<-deciding
-	const answerTimeout = 2 * time.Second // handover.answerTimeout
+	const answerTimeout = 2 * time.Second // as in package handover
 	time.AfterFunc(answerTimeout+100*time.Millisecond, func() { close(decided) })
 
 	next := newAPIWith(t, capture, old.store)
 	if _, err := next.Agent.Start(t.Context(), path); err != nil {
 		t.Fatal(err)
 	}
-	testbed.Eventually(t, "the connection goes on waiting, at the next daemon", func() bool {
+	testbed.Eventually(t, "the connection waits at the next daemon", func() bool {
 		for _, s := range next.Table.Status() {
 			if s.Attachment == attachment(one).ID.String() {
 				return s.Waiting == 1

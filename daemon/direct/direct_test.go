@@ -17,9 +17,8 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
-// TestNothingIsLeftOfAFailure: the exemption of a connection that does not come about ends with it, so that nobody else
-// has it.
-func TestNothingIsLeftOfAFailure(t *testing.T) {
+// TestFailedDialLeavesNoExemption: another process could use the port of a conntrack entry that is left.
+func TestFailedDialLeavesNoExemption(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	h.IP("link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
@@ -27,14 +26,16 @@ func TestNothingIsLeftOfAFailure(t *testing.T) {
 	h.IP("addr", "add", "10.0.0.5/24", "dev", "eth0")
 	h.IP("addr", "add", "fd00::5/64", "dev", "eth0", "nodad")
 	h.IP("link", "set", "eth0", "up")
-	h.Exec("iptables", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "-d", "10.0.0.5", "--dport", "81", "-j", "REDIRECT", "--to-ports", "15001")
-	h.Exec("ip6tables", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "-d", "fd00::5", "--dport", "81", "-j", "REDIRECT", "--to-ports", "15001")
-	seen := make(chan string, 2)
+	for command, address := range map[string]string{"iptables": "10.0.0.5", "ip6tables": "fd00::5"} {
+		h.Exec(command, "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "-d", address, "--dport", "81",
+			"-j", "REDIRECT", "--to-ports", "15001")
+	}
+	redirected := make(chan string, 2)
 	h.Serve(":80", func(c net.Conn) {
 		buffer := make([]byte, 10)
-		_, _ = c.Read(buffer) // until the end of the test
+		_, _ = c.Read(buffer) // returns at the end of the test
 	})
-	h.Serve(":15001", func(c net.Conn) { seen <- c.LocalAddr().String() })
+	h.Serve(":15001", func(c net.Conn) { redirected <- c.LocalAddr().String() })
 	for _, ip := range []string{"10.0.0.5", "fd00::5"} {
 		captured, err := h.Dial(t.Context(), "tcp", net.JoinHostPort(ip, "80"))
 		if err != nil {
@@ -44,49 +45,52 @@ func TestNothingIsLeftOfAFailure(t *testing.T) {
 		conn := captured.(*net.TCPConn)
 		to := func(ip string, port uint16) netip.AddrPort { return netip.AddrPortFrom(netip.MustParseAddr(ip), port) }
 		if _, err := dial(t.Context(), conn, to(ip, 81)); !errors.Is(err, syscall.ECONNREFUSED) {
-			t.Errorf("nobody listens: got %v, want %v", err, syscall.ECONNREFUSED)
+			t.Errorf("closed port: got %v, want %v", err, syscall.ECONNREFUSED)
 		}
-		elsewhere := map[string]string{"10.0.0.5": "203.0.113.1", "fd00::5": "2001:db8::1"}[ip]
-		if _, err := dial(t.Context(), conn, to(elsewhere, 81)); !errors.Is(err, syscall.ENETUNREACH) {
+		unrouted := map[string]string{"10.0.0.5": "203.0.113.1", "fd00::5": "2001:db8::1"}[ip]
+		if _, err := dial(t.Context(), conn, to(unrouted, 81)); !errors.Is(err, syscall.ENETUNREACH) {
 			t.Errorf("no route: got %v, want %v", err, syscall.ENETUNREACH)
 		}
-		nobody := map[string]string{"10.0.0.5": "10.0.0.6", "fd00::5": "fd00::6"}[ip]
+		unused := map[string]string{"10.0.0.5": "10.0.0.6", "fd00::5": "fd00::6"}[ip]
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error)
 		go func() {
-			_, err := dial(ctx, conn, to(nobody, 81))
+			_, err := dial(ctx, conn, to(unused, 81))
 			ended <- err
 		}()
-		entry := fmt.Sprintf("dst=%s ", nobody)
-		testbed.Eventually(t, "its SYN waits for an answer", func() bool { return strings.Contains(table(h), entry) })
+		entry := fmt.Sprintf("dst=%s ", unused)
+		testbed.Eventually(t, "the SYN waits for an answer", func() bool {
+			return strings.Contains(conntrackTable(h), entry)
+		})
 		cancel()
 		if err := <-ended; !errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("cancelled: got %v, want %v", err, os.ErrDeadlineExceeded)
 		}
 	}
-	if left := table(h); strings.Contains(left, "dport=81 ") {
-		t.Errorf("left in conntrack:\n%s", left)
+	if left := conntrackTable(h); strings.Contains(left, "dport=81 ") {
+		t.Errorf("conntrack entries are left:\n%s", left)
 	}
-	if len(seen) > 0 {
-		t.Errorf("%s was redirected", <-seen)
+	if len(redirected) > 0 {
+		t.Errorf("a connection was redirected to %s", <-redirected)
 	}
 }
 
-// table is conntrack's.
-func table(h *testbed.Host) string {
+// conntrackTable lists the conntrack entries of both families.
+func conntrackTable(h *testbed.Host) string {
 	return h.Exec("conntrack", "-L") + h.Exec("conntrack", "-L", "-f", "ipv6")
 }
 
-// TestPortsThatConntrackKnows are not taken: who had them before has left an entry with a redirect, which a new connection
-// would follow.
-func TestPortsThatConntrackKnows(t *testing.T) {
+// TestDialAvoidsPortsThatConntrackKnows: their former user has left an entry with a redirect, and a new connection
+// would follow it.
+func TestDialAvoidsPortsThatConntrackKnows(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	h.IP("addr", "add", "10.0.0.5/32", "dev", "lo")
-	h.Exec("iptables", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "--dport", "81", "-j", "REDIRECT", "--to-ports", "15001")
-	h.Serve(":80", func(c net.Conn) { _, _ = c.Read(make([]byte, 1)) }) // until the end of the test
-	for port, what := range map[string]string{"81": "direct", "15001": "redirected"} {
-		h.Serve(":"+port, func(c net.Conn) { fmt.Fprint(c, what) })
+	h.Exec("iptables", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "--dport", "81",
+		"-j", "REDIRECT", "--to-ports", "15001")
+	h.Serve(":80", func(c net.Conn) { _, _ = c.Read(make([]byte, 1)) }) // returns at the end of the test
+	for port, answer := range map[string]string{"81": "direct", "15001": "redirected"} {
+		h.Serve(":"+port, func(c net.Conn) { fmt.Fprint(c, answer) })
 	}
 	c, err := h.Dial(t.Context(), "tcp", "10.0.0.5:80")
 	if err != nil {
@@ -104,10 +108,10 @@ func TestPortsThatConntrackKnows(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got, err := io.ReadAll(to); string(got) != "direct" || err != nil {
-		t.Errorf("got %q, %v; want the destination itself", got, err)
+		t.Errorf("got %q, %v; want the answer of the destination itself", got, err)
 	}
 	_ = to.Close()
 	if _, err := dial(t.Context(), c.(*net.TCPConn), dst); !errors.Is(err, ErrNotExempt) {
-		t.Errorf("without a port that is free to conntrack: got %v, want %v", err, ErrNotExempt)
+		t.Errorf("every port is known to conntrack: got %v, want %v", err, ErrNotExempt)
 	}
 }

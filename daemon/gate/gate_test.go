@@ -25,7 +25,7 @@ const (
 	webIPv6 = "[2001:db8::7]:443"
 )
 
-// newPod is a netns in which what is sent to the documentation's addresses is redirected, and a gate in it.
+// newPod makes a netns with a gate, to which TCP connections to the documentation addresses are redirected.
 func newPod(t *testing.T) (*testbed.Host, *Gate) {
 	t.Helper()
 	h := testbed.NewHost(t, "gate")
@@ -34,16 +34,18 @@ func newPod(t *testing.T) (*testbed.Host, *Gate) {
 	h.IP("route", "add", "default", "dev", "lo")
 	h.IP("-6", "route", "add", "default", "dev", "lo")
 	port := strconv.Itoa(ruleset.OutboundPort)
-	h.Exec("iptables-nft", "-t", "nat", "-A", "OUTPUT", "-d", "192.0.2.0/24", "-p", "tcp", "-j", "REDIRECT", "--to-ports", port)
-	h.Exec("ip6tables-nft", "-t", "nat", "-A", "OUTPUT", "-d", "2001:db8::/32", "-p", "tcp", "-j", "REDIRECT", "--to-ports", port)
+	for command, network := range map[string]string{"iptables-nft": "192.0.2.0/24", "ip6tables-nft": "2001:db8::/32"} {
+		h.Exec(command, "-t", "nat", "-A", "OUTPUT", "-d", network, "-p", "tcp", "-j", "REDIRECT", "--to-ports", port)
+	}
 	g, err := Open(h.Path())
 	if err != nil {
 		t.Fatalf("Open: %v", err)
 	}
-	t.Cleanup(func() { _ = g.Close() }) // a second time in some tests
+	t.Cleanup(func() { _ = g.Close() }) // for the second time in some tests
 	return h, g
 }
 
+// dial connects from h, and closes the connection at the end of the test.
 func dial(t *testing.T, h *testbed.Host, address string) *net.TCPConn {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
@@ -56,7 +58,7 @@ func dial(t *testing.T, h *testbed.Host, address string) *net.TCPConn {
 	return c.(*net.TCPConn)
 }
 
-// accept waits for a connection on either listener.
+// accept waits for a connection at any listener of g.
 func accept(t *testing.T, g *Gate) *net.TCPConn {
 	t.Helper()
 	var conn *net.TCPConn
@@ -77,7 +79,7 @@ func accept(t *testing.T, g *Gate) *net.TCPConn {
 	return conn
 }
 
-func TestOpenListensInThatNetnsAlone(t *testing.T) {
+func TestOpenListensInOneNetnsOnly(t *testing.T) {
 	t.Parallel()
 	h, g := newPod(t)
 	if got := len(g.Listeners); got != 2 {
@@ -118,7 +120,7 @@ func TestWaitDoesNotAccept(t *testing.T) {
 	}
 }
 
-// checkQueued: the last step of a handshake may come a moment after the client has seen the end of it.
+// checkQueued waits until want connections are queued: the client sees the end of the handshake a moment earlier.
 func checkQueued(t *testing.T, g *Gate, want int) {
 	t.Helper()
 	testbed.Eventually(t, strconv.Itoa(want)+" connections are queued", func() bool {
@@ -173,7 +175,7 @@ func TestCloseUnblocksWait(t *testing.T) {
 	}
 }
 
-func TestCloseResetsWhatWaits(t *testing.T) {
+func TestCloseResetsQueuedConnections(t *testing.T) {
 	t.Parallel()
 	h, g := newPod(t)
 	c := dial(t, h, webIPv4)
@@ -186,7 +188,7 @@ func TestCloseResetsWhatWaits(t *testing.T) {
 	}
 }
 
-// TestAcceptedConnectionsWork: bytes that waited are there, and deadlines work.
+// TestAcceptedConnectionsWork: data that was sent before can be read, and deadlines work.
 func TestAcceptedConnectionsWork(t *testing.T) {
 	t.Parallel()
 	for _, address := range []string{webIPv4, webIPv6} {
@@ -208,7 +210,7 @@ func TestAcceptedConnectionsWork(t *testing.T) {
 }
 
 func TestOpenFails(t *testing.T) {
-	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	const none = "/run/netns/there-is-no-such-netns"
 	if g, err := Open(none); g != nil || err == nil || !strings.Contains(err.Error(), none) {
 		t.Errorf("no netns: got %v, %v; want an error that names it", g, err)
@@ -216,20 +218,22 @@ func TestOpenFails(t *testing.T) {
 	h := testbed.NewHost(t, "taken")
 	taken := h.Listen("[::1]:15001")
 	g, err := Open(h.Path())
-	if g != nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), "netns "+h.Path()+": port 15001 of ::") {
+	where := "netns " + h.Path() + ": port 15001 of ::"
+	if g != nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), where) {
 		t.Errorf("the port is taken: got %v, %v; want an error that names it", g, err)
 	}
 	_ = taken.Close()
-	g, err = Open(h.Path()) // the other family was let go
+	g, err = Open(h.Path()) // the listener of the other family was closed
 	if err != nil {
 		t.Fatalf("the port is free again: %v", err)
 	}
 	_ = g.Close()
 }
 
-// TestOpenAfterADaemonThatDied: its connections, which its kernel has not forgotten, do not keep the port.
-func TestOpenAfterADaemonThatDied(t *testing.T) {
-	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+// TestOpenWhileOldConnectionsRemain: open connections of a daemon that died, and those in TIME_WAIT, do not occupy the
+// port.
+func TestOpenWhileOldConnectionsRemain(t *testing.T) {
+	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	h, g := newPod(t)
 	app := dial(t, h, webIPv4)
 	c := accept(t, g)
@@ -238,19 +242,19 @@ func TestOpenAfterADaemonThatDied(t *testing.T) {
 	}
 	again, err := Open(h.Path())
 	if err != nil {
-		t.Fatalf("with a connection: %v", err)
+		t.Fatalf("Open with an open connection: %v", err)
 	}
 	_ = again.Close()
-	_ = c.Close() // the listener's side first: it goes to TIME_WAIT
+	_ = c.Close() // first, so that this side goes to TIME_WAIT
 	_, _ = io.ReadAll(app)
 	_ = app.Close()
 	if again, err = Open(h.Path()); err != nil {
-		t.Fatalf("with one in TIME_WAIT: %v", err)
+		t.Fatalf("Open with a connection in TIME_WAIT: %v", err)
 	}
 	_ = again.Close()
 }
 
-func TestOriginalDestination(t *testing.T) {
+func TestOriginalDestinationOfRedirectedConnections(t *testing.T) {
 	t.Parallel()
 	h, g := newPod(t)
 	for _, want := range []string{webIPv4, webIPv6, "192.0.2.9:1", "[2001:db8:ffff::1]:65535"} {
@@ -268,7 +272,7 @@ func TestOriginalDestination(t *testing.T) {
 	}
 }
 
-// TestOriginalDestinationWithoutConntrack: where nothing redirects, nobody knows one.
+// TestOriginalDestinationWithoutConntrack: the netns has no nat rules.
 func TestOriginalDestinationWithoutConntrack(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "plain")
@@ -276,7 +280,7 @@ func TestOriginalDestinationWithoutConntrack(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer g.Close() //nolint:errcheck // the end of the test
+	defer g.Close() //nolint:errcheck // nothing was written
 	for _, direct := range []string{"127.0.0.1:15001", "[::1]:15001"} {
 		dial(t, h, direct)
 		if got, err := conntrack.OriginalDestination(accept(t, g)); err == nil {
@@ -285,8 +289,8 @@ func TestOriginalDestinationWithoutConntrack(t *testing.T) {
 	}
 }
 
-// TestWidenAndNarrow: what is open meanwhile stays open, and what waits is not reset.
-func TestWidenAndNarrow(t *testing.T) {
+// TestWidenAndNarrowKeepConnections: neither open nor queued connections are reset.
+func TestWidenAndNarrowKeepConnections(t *testing.T) {
 	t.Parallel()
 	h, g := newPod(t)
 	addresses := []netip.Addr{netip.MustParseAddr("10.0.0.5"), netip.MustParseAddr("fd00::5")}
@@ -294,7 +298,7 @@ func TestWidenAndNarrow(t *testing.T) {
 	checkQueued(t, g, 1)
 	same, err := g.Widen(h.Path(), nil)
 	if err != nil || same != g {
-		t.Errorf("Widen for nothing: got %v, %v; want the same gate", same, err)
+		t.Errorf("Widen without addresses: got %v, %v; want the same gate", same, err)
 	}
 	wide, err := g.Widen(h.Path(), addresses)
 	if err != nil {
@@ -309,7 +313,7 @@ func TestWidenAndNarrow(t *testing.T) {
 	dial(t, h, "[fd00::5]:15006")
 	checkQueued(t, wide, 3)
 	if c, err := wide.Counts(); err != nil || c.Open != 0 {
-		t.Errorf("got %+v, %v; want none open", c, err)
+		t.Errorf("Counts before accepting: got %+v, %v; want none open", c, err)
 	}
 	if _, err := h.Dial(t.Context(), "tcp", "127.0.0.1:15006"); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("at another address: got %v, want it refused", err)
@@ -321,13 +325,14 @@ func TestWidenAndNarrow(t *testing.T) {
 		accept(t, wide)
 	}
 	if c, err := wide.Counts(); err != nil || c.Open != 3 {
-		t.Errorf("got %+v, %v; want 3 open", c, err)
+		t.Errorf("Counts after accepting: got %+v, %v; want 3 open", c, err)
 	}
 	narrow, err := wide.Narrow()
 	if err != nil || len(narrow.Listeners) != 2 {
-		t.Fatalf("Narrow: got %v, %v; want the two listeners that were there first", narrow, err)
+		t.Fatalf("Narrow: got %v, %v; want the two outbound listeners", narrow, err)
 	}
-	testbed.Eventually(t, "nobody listens", func() bool { // programs that other tests fork hold the sockets for a moment too
+	// Not at once: a process that another test forks holds the sockets until it has executed its program.
+	testbed.Eventually(t, "the inbound port is closed", func() bool {
 		_, err := h.Dial(t.Context(), "tcp", "10.0.0.5:15006")
 		return errors.Is(err, syscall.ECONNREFUSED)
 	})
@@ -335,11 +340,12 @@ func TestWidenAndNarrow(t *testing.T) {
 	checkQueued(t, narrow, 1)
 }
 
-// TestAdoptTellsInboundFromOutbound, also at an address that the netns does not have yet.
-func TestAdoptTellsInboundFromOutbound(t *testing.T) {
+// TestAdoptedListenersKnowTheirDirection, also at an address that the netns does not have yet.
+func TestAdoptedListenersKnowTheirDirection(t *testing.T) {
 	t.Parallel()
 	h, g := newPod(t)
-	wide, err := g.Widen(h.Path(), []netip.Addr{netip.MustParseAddr("198.51.100.2")})
+	addresses := []netip.Addr{netip.MustParseAddr("198.51.100.2")}
+	wide, err := g.Widen(h.Path(), addresses)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -353,7 +359,7 @@ func TestAdoptTellsInboundFromOutbound(t *testing.T) {
 			t.Errorf("listener %d: got inbound %t, want %t", i, got, want)
 		}
 	}
-	if same, err := adopted.Widen(h.Path(), []netip.Addr{netip.MustParseAddr("198.51.100.2")}); err != nil || same != adopted {
+	if same, err := adopted.Widen(h.Path(), addresses); err != nil || same != adopted {
 		t.Errorf("Widen: got %v, %v; want the same gate", same, err)
 	}
 }

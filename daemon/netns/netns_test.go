@@ -12,7 +12,7 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
-func TestAddresses(t *testing.T) {
+func TestAddressesOfEveryInterfaceButLoopback(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	for name, addresses := range map[string][]string{"eth0": {"10.1.0.1/24", "fd01::1/64"}, "net1": {"10.2.0.1/24"}} {
@@ -31,14 +31,14 @@ func TestAddresses(t *testing.T) {
 		netip.MustParseAddr("10.2.0.1"): "net1",
 	}
 	if diff := cmp.Diff(want, got, cmp.Comparer(func(x, y netip.Addr) bool { return x == y })); diff != "" {
-		t.Errorf("(-want +got):\n%s", diff)
+		t.Errorf("addresses (-want +got):\n%s", diff)
 	}
 	if _, err := Addresses("/run/netns/does-not-exist"); err == nil {
-		t.Error("of no netns: got no error")
+		t.Error("path without a netns: got no error")
 	}
 }
 
-func TestSourceTo(t *testing.T) {
+func TestSourceToFollowsTheRoutes(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "node")
 	h.IP("link", "add", "eth0", "type", "bridge")

@@ -33,9 +33,10 @@ type testHub struct {
 	*Hub
 	mu       sync.Mutex
 	returned []string
-	moved    [][]netip.Addr // the addresses of proxies, each time that they changed
+	moved    [][]netip.Addr // the addresses of the proxies after each change
 }
 
+// Returned implements Owner.
 func (h *testHub) Returned(id string, files []*os.File) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -43,6 +44,7 @@ func (h *testHub) Returned(id string, files []*os.File) {
 	unixsock.Close(files)
 }
 
+// Reconsider implements Owner.
 func (h *testHub) Reconsider(context.Context) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -54,6 +56,7 @@ func newTestHub(t *testing.T) *testHub {
 	return newTestHubAt(t, func(l net.Listener) net.Listener { return l })
 }
 
+// newTestHubAt runs a hub that accepts at the listener that listener makes of its own.
 func newTestHubAt(t *testing.T, listener func(net.Listener) net.Listener) *testHub {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "proxy.sock")
@@ -77,7 +80,7 @@ func newTestHubAt(t *testing.T, listener func(net.Listener) net.Listener) *testH
 	return h
 }
 
-// offer serves a gate in a netns of its own until stop or the end of the test.
+// offer opens a gate in a netns of its own and serves it until stop or the end of the test.
 func (h *testHub) offer(t *testing.T) (id string, g *gate.Gate, stop func()) {
 	t.Helper()
 	host := testbed.NewHost(t, "pod")
@@ -92,7 +95,8 @@ func (h *testHub) offer(t *testing.T) (id string, g *gate.Gate, stop func()) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		h.For(endpoint.Served{Netns: netns, Pod: web, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5")}}).Serve(ctx, ctx, g)
+		served := endpoint.Served{Netns: netns, Pod: web, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5")}}
+		h.For(served).Serve(ctx, ctx, g)
 	}()
 	stop = sync.OnceFunc(func() {
 		cancel()
@@ -100,20 +104,21 @@ func (h *testHub) offer(t *testing.T) (id string, g *gate.Gate, stop func()) {
 	})
 	t.Cleanup(func() {
 		stop()
-		_ = g.Close() // a second time perhaps
+		_ = g.Close() // perhaps for the second time
 	})
-	testbed.Eventually(t, "it is offered", func() bool {
+	testbed.Eventually(t, "the gate is offered", func() bool {
 		return h.isOffered(netns.String())
 	})
 	return netns.String(), g, stop
 }
 
-// peer is a proxy that a test plays.
+// peer is a proxy that the test plays, message by message.
 type peer struct {
 	t *testing.T
 	*net.UnixConn
 }
 
+// connect connects to the hub, and says nothing yet.
 func (h *testHub) connect(t *testing.T) peer {
 	t.Helper()
 	c, err := net.Dial("unixpacket", h.path)
@@ -127,20 +132,21 @@ func (h *testHub) connect(t *testing.T) peer {
 	return peer{t, c.(*net.UnixConn)}
 }
 
+// say sends a message.
 func (p peer) say(m message, files ...*os.File) {
 	p.t.Helper()
 	if err := send(p.UnixConn, m, files); err != nil {
-		p.t.Fatalf("saying %+v: %v", m, err)
+		p.t.Fatalf("sending %+v: %v", m, err)
 	}
 }
 
-// hears returns the next message that is no ping, which it answers.
+// hears returns the next message that is not a ping. It answers pings.
 func (p peer) hears() (message, []*os.File) {
 	p.t.Helper()
 	for {
 		m, files, err := receive(p.UnixConn, make([]byte, maxMessage))
 		if err != nil {
-			p.t.Fatalf("hearing: %v", err)
+			p.t.Fatalf("receiving: %v", err)
 		}
 		if m.Kind != kindPing {
 			p.t.Cleanup(func() { unixsock.Close(files) })
@@ -150,6 +156,7 @@ func (p peer) hears() (message, []*os.File) {
 	}
 }
 
+// wants receives a message of that kind about that netns.
 func (p peer) wants(kind, id string) (message, []*os.File) {
 	p.t.Helper()
 	m, files := p.hears()
@@ -159,16 +166,16 @@ func (p peer) wants(kind, id string) (message, []*os.File) {
 	return m, files
 }
 
-// ends tells whether the hub hangs up, after a word about why.
-func (p peer) ends() (why string, ended bool) {
+// ends reports whether the hub hangs up, and the reason that it gave before.
+func (p peer) ends() (reason string, ended bool) {
 	for {
 		m, files, err := receive(p.UnixConn, make([]byte, maxMessage))
 		unixsock.Close(files)
 		if err != nil {
-			return why, !os.IsTimeout(err)
+			return reason, !os.IsTimeout(err)
 		}
 		if m.Kind == kindError {
-			why = m.Error
+			reason = m.Error
 		}
 	}
 }
@@ -177,18 +184,20 @@ func TestListenersAreHandedOutAndTakenBack(t *testing.T) {
 	t.Parallel()
 	h := newTestHub(t)
 	if s := h.Status(); s.Ready || s.Reason == "" {
-		t.Errorf("nobody is there: got %+v", s)
+		t.Errorf("without a proxy: got %+v, want the upstream late, with a reason", s)
 	}
 	id, g, stop := h.offer(t)
 	p := h.connect(t)
 	p.say(message{Kind: kindHello, Version: 1, Name: "test", Labels: []string{"app", "none"}})
 	if m, _ := p.wants(kindHello, ""); m.Version != 1 || m.Node != "node-1" {
-		t.Errorf("hello: got %+v", m)
+		t.Errorf("hello: got %+v, want version 1 of node-1", m)
 	}
 	m, files := p.wants(kindAttach, id)
-	want := &podDescription{Namespace: "ci", Name: "web-0", UID: "7d3f", IPs: []string{"10.0.0.5"}, Labels: map[string]string{"app": "web"}}
+	want := &podDescription{
+		Namespace: "ci", Name: "web-0", UID: "7d3f", IPs: []string{"10.0.0.5"}, Labels: map[string]string{"app": "web"},
+	}
 	if diff := cmp.Diff(want, m.Pod); diff != "" {
-		t.Errorf("the pod (-want +got):\n%s", diff)
+		t.Errorf("description of the pod (-want +got):\n%s", diff)
 	}
 	got, err := gate.Cookies(files)
 	if err != nil {
@@ -196,11 +205,11 @@ func TestListenersAreHandedOutAndTakenBack(t *testing.T) {
 	}
 	have, err := g.Cookies()
 	if diff := cmp.Diff(have, got); err != nil || diff != "" || len(m.Listeners) != len(files) {
-		t.Errorf("the sockets: %v (-want +got):\n%s", err, diff)
+		t.Errorf("cookies of the sockets: %v (-want +got):\n%s", err, diff)
 	}
-	testbed.Eventually(t, "it is there", func() bool { return h.Status().Ready })
+	testbed.Eventually(t, "the proxy is ready", func() bool { return h.Status().Ready })
 
-	second, _, stopSecond := h.offer(t) // while it is connected
+	second, _, stopSecond := h.offer(t) // while the proxy is connected
 	p.wants(kindAttach, second)
 	stopSecond()
 	p.wants(kindDetach, second)
@@ -208,14 +217,17 @@ func TestListenersAreHandedOutAndTakenBack(t *testing.T) {
 	stop()
 	p.wants(kindDetach, id)
 	p.say(message{Kind: kindDetached, ID: id})
-	testbed.Eventually(t, "it holds nothing", func() bool { s := h.Status(); return len(s.Proxies) == 1 && s.Proxies[0].Pods == 0 })
+	testbed.Eventually(t, "the proxy holds no listeners", func() bool {
+		s := h.Status()
+		return len(s.Proxies) == 1 && s.Proxies[0].Pods == 0
+	})
 	_ = p.Close()
-	testbed.Eventually(t, "it is gone", func() bool { s := h.Status(); return len(s.Proxies) == 0 && !s.Ready })
+	testbed.Eventually(t, "the proxy is gone", func() bool { s := h.Status(); return len(s.Proxies) == 0 && !s.Ready })
 }
 
-// TestWhatAProxyComesWith: sockets that are offered stay with it, others are returned, and what nobody wants it
-// has to let go of.
-func TestWhatAProxyComesWith(t *testing.T) {
+// TestListenersThatAProxyHolds when it connects: those that are offered stay with it. The others are returned, and if
+// no pod takes them up, the proxy has to detach them.
+func TestListenersThatAProxyHolds(t *testing.T) {
 	t.Parallel()
 	h := newTestHub(t)
 	offered, g, _ := h.offer(t)
@@ -230,17 +242,17 @@ func TestWhatAProxyComesWith(t *testing.T) {
 	p.say(message{Kind: kindHeld, ID: offered}, g.Files()...)
 	p.say(message{Kind: kindHeld, ID: "old"}, old.Files()...)
 	p.wants(kindHello, "")
-	p.wants(kindDetach, "old") // after a while, as nobody takes it up
+	p.wants(kindDetach, "old") // after a delay, because no pod takes it up
 	p.say(message{Kind: kindDetached, ID: "old"})
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if diff := cmp.Diff([]string{"old"}, h.returned); diff != "" {
-		t.Errorf("returned (-want +got):\n%s", diff)
+		t.Errorf("returned listeners (-want +got):\n%s", diff)
 	}
 }
 
-// TestAddressesOfProxies: those of a proxy with a network of its own are known before it has anything to accept on, and
-// for a while after it has gone; it may come again.
+// TestAddressesOfProxies: the addresses of a proxy with a network of its own are known before it gets listeners, and
+// for a while after it has gone, because it may come back.
 func TestAddressesOfProxies(t *testing.T) {
 	t.Parallel()
 	h := newTestHub(t)
@@ -249,7 +261,7 @@ func TestAddressesOfProxies(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer own.Close() //nolint:errcheck // only read
+	defer own.Close() //nolint:errcheck // nothing is written
 	pod := testbed.NewHost(t, "proxy")
 	pod.IP("link", "add", "eth0", "type", "bridge")
 	pod.IP("addr", "add", "10.0.0.9/24", "dev", "eth0")
@@ -260,7 +272,7 @@ func TestAddressesOfProxies(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer theirs.Close() //nolint:errcheck // only read
+	defer theirs.Close() //nolint:errcheck // nothing is written
 	hello := message{Kind: kindHello, Version: 1, Name: "\x1b[2Jtest" + strings.Repeat("ä", maxName)}
 	want := []netip.Addr{netip.MustParseAddr("10.0.0.9"), netip.MustParseAddr("fd00::9")}
 	compare := cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
@@ -271,47 +283,49 @@ func TestAddressesOfProxies(t *testing.T) {
 		p := h.connect(t)
 		p.say(hello, tc.network)
 		p.wants(kindHello, "")
-		p.wants(kindAttach, id) // not before its addresses are known
+		p.wants(kindAttach, id) // its addresses are known by now
 		h.mu.Lock()
 		if diff := cmp.Diff(tc.moved, h.moved, compare); diff != "" {
-			t.Errorf("%d: when it has listeners (-want +got):\n%s", i, diff)
+			t.Errorf("%d: addresses when the proxy has listeners (-want +got):\n%s", i, diff)
 		}
 		h.mu.Unlock()
-		testbed.Eventually(t, "it is known", func() bool { return len(h.Status().Proxies) == 1 })
-		if name := h.Status().Proxies[0].Name; strings.Contains(name, "\x1b") || !utf8.ValidString(name) || len(name) > maxName {
-			t.Errorf("its name is shown as %q", name)
+		testbed.Eventually(t, "the proxy is in the status", func() bool { return len(h.Status().Proxies) == 1 })
+		name := h.Status().Proxies[0].Name
+		if strings.Contains(name, "\x1b") || !utf8.ValidString(name) || len(name) > maxName {
+			t.Errorf("got name %q, want it printable, of at most %d bytes", name, maxName)
 		}
 		_ = p.Close()
-		testbed.Eventually(t, "it is gone", func() bool { return len(h.Status().Proxies) == 0 })
+		testbed.Eventually(t, "the proxy is gone", func() bool { return len(h.Status().Proxies) == 0 })
 	}
 	if diff := cmp.Diff(want, h.Addresses(), compare); diff != "" {
-		t.Errorf("after it has gone (-want +got):\n%s", diff)
+		t.Errorf("addresses after the proxy has gone (-want +got):\n%s", diff)
 	}
 }
 
-// failing is a listener that fails before it works.
-type failing struct {
+// failingOnce is a listener of which the first Accept fails.
+type failingOnce struct {
 	net.Listener
 	failed atomic.Bool
 }
 
-func (f *failing) Accept() (net.Conn, error) {
+// Accept implements net.Listener.
+func (f *failingOnce) Accept() (net.Conn, error) {
 	if !f.failed.Swap(true) {
 		return nil, &net.OpError{Op: "accept", Err: syscall.EMFILE}
 	}
 	return f.Listener.Accept()
 }
 
-// TestOutOfDescriptors is no reason to end, with everything that is relayed.
-func TestOutOfDescriptors(t *testing.T) {
+// TestHubSurvivesDescriptorExhaustion: its end would be the end of the daemon.
+func TestHubSurvivesDescriptorExhaustion(t *testing.T) {
 	t.Parallel()
-	h := newTestHubAt(t, func(l net.Listener) net.Listener { return &failing{Listener: l} })
+	h := newTestHubAt(t, func(l net.Listener) net.Listener { return &failingOnce{Listener: l} })
 	p := h.connect(t)
 	p.say(message{Kind: kindHello, Version: 1, Name: "test"})
 	p.wants(kindHello, "")
 }
 
-func TestOneThatDoesNotLetGoIsGivenUp(t *testing.T) {
+func TestProxyThatDoesNotDetachIsDisconnected(t *testing.T) {
 	t.Parallel()
 	h := newTestHub(t)
 	id, _, stop := h.offer(t)
@@ -322,11 +336,11 @@ func TestOneThatDoesNotLetGoIsGivenUp(t *testing.T) {
 	stop()
 	p.wants(kindDetach, id)
 	if _, ended := p.ends(); !ended {
-		t.Error("it is still connected")
+		t.Error("the proxy is still connected")
 	}
 }
 
-func TestHostileProxies(t *testing.T) {
+func TestInvalidMessagesEndTheConnection(t *testing.T) {
 	t.Parallel()
 	hello := message{Kind: kindHello, Version: 1, Name: "test"}
 	for _, tc := range []struct {
@@ -336,34 +350,44 @@ func TestHostileProxies(t *testing.T) {
 	}{
 		{"garbage", func(p peer) { _, _ = p.Write([]byte("GET / HTTP/1.1\r\n\r\n")) }, "is not a message"},
 		{"an empty message", func(p peer) { _, _ = p.Write([]byte("{}")) }, "want a hello"},
-		{"a message without end", func(p peer) { _, _ = p.Write([]byte(`{"kind":"` + strings.Repeat("x", maxMessage))) }, "more than"},
-		{"nothing at all", func(peer) {}, "hello"},
+		{"an oversized message", func(p peer) {
+			_, _ = p.Write([]byte(`{"kind":"` + strings.Repeat("x", maxMessage)))
+		}, "more than"},
+		{"no message", func(peer) {}, "hello"},
 		{"a version before the first", func(p peer) { p.say(message{Kind: kindHello}) }, "version"},
-		{"too much that it holds", func(p peer) { p.say(message{Kind: kindHello, Version: 1, Held: 1 << 30}) }, "more than"},
-		{"something held without sockets", func(p peer) {
+		{"too many held netns", func(p peer) {
+			p.say(message{Kind: kindHello, Version: 1, Held: 1 << 30})
+		}, "more than"},
+		{"a held netns without sockets", func(p peer) {
 			p.say(message{Kind: kindHello, Version: 1, Held: 1})
 			p.say(message{Kind: kindHeld, ID: "x"})
 		}, "sockets"},
-		{"something held by a long name", func(p peer) {
+		{"a held netns with a long ID", func(p peer) {
 			p.say(message{Kind: kindHello, Version: 1, Held: 1})
 			p.say(message{Kind: kindHeld, ID: strings.Repeat("x", 1000)}, os.Stdin)
 		}, "with an id"},
-		{"a network that is none", func(p peer) { p.say(hello, os.Stdin) }, "the addresses of the proxy"},
-		{"something held that is no socket", func(p peer) {
+		{"a network that is not a netns", func(p peer) { p.say(hello, os.Stdin) }, "the addresses of the proxy"},
+		{"a held netns with a file that is not a socket", func(p peer) {
 			p.say(message{Kind: kindHello, Version: 1, Held: 1})
 			p.say(message{Kind: kindHeld, ID: "x"}, os.Stdin)
 		}, "SO_COOKIE"},
-		{"letting go of what it has not", func(p peer) { p.say(hello); p.say(message{Kind: kindDetached, ID: "x"}) }, ""},
+		{"detaching a netns that was not attached", func(p peer) {
+			p.say(hello)
+			p.say(message{Kind: kindDetached, ID: "x"})
+		}, ""},
 		{"a second hello", func(p peer) { p.say(hello); p.say(hello) }, ""},
-		{"sockets that nobody asked for", func(p peer) { p.say(hello); p.say(message{Kind: kindAttach, ID: "x"}, os.Stdin) }, ""},
+		{"unexpected sockets", func(p peer) {
+			p.say(hello)
+			p.say(message{Kind: kindAttach, ID: "x"}, os.Stdin)
+		}, ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			h := newTestHub(t)
 			p := h.connect(t)
 			tc.do(p)
-			if why, ended := p.ends(); !ended || !strings.Contains(why, tc.says) {
-				t.Errorf("ended %t, and was told %q; want an end, and %q", ended, why, tc.says)
+			if reason, ended := p.ends(); !ended || !strings.Contains(reason, tc.says) {
+				t.Errorf("ended %t, with reason %q; want an end, with a reason that has %q", ended, reason, tc.says)
 			}
 			good := h.connect(t)
 			good.say(hello)
@@ -372,22 +396,25 @@ func TestHostileProxies(t *testing.T) {
 	}
 }
 
-// TestOneThatDoesNotReadDelaysNobody, and thousands that connect neither.
-func TestOneThatDoesNotReadDelaysNobody(t *testing.T) {
+// TestDeafProxiesDelayNoOther: neither does a proxy that does not read, nor do thousands that only connect.
+func TestDeafProxiesDelayNoOther(t *testing.T) {
 	t.Parallel()
 	h := newTestHub(t)
 	deaf := h.connect(t)
 	deaf.say(message{Kind: kindHello, Version: 1, Name: "deaf"})
-	testbed.Eventually(t, "it is noticed", func() bool { s := h.Status(); return len(s.Proxies) == 1 && s.Proxies[0].Hangs && !s.Ready })
+	testbed.Eventually(t, "the status says that the proxy hangs", func() bool {
+		s := h.Status()
+		return len(s.Proxies) == 1 && s.Proxies[0].Hangs && !s.Ready
+	})
 	for range 2000 {
 		c, err := net.Dial("unixpacket", h.path)
 		if err != nil {
 			t.Fatal(err)
 		}
-		_ = c.Close() // as if it were a storm
+		_ = c.Close() // nothing was sent
 	}
 	var good peer
-	testbed.Eventually(t, "a good one is let in", func() bool { // which tries again, as proxies do
+	testbed.Eventually(t, "a proxy that works is let in", func() bool { // it tries again, as proxies do
 		good = h.connect(t)
 		if send(good.UnixConn, message{Kind: kindHello, Version: 1, Name: "good"}, nil) != nil {
 			return false
@@ -400,13 +427,13 @@ func TestOneThatDoesNotReadDelaysNobody(t *testing.T) {
 		good.wants(kindAttach, id)
 	}
 	if s := h.Status(); !s.Ready || len(s.Proxies) != 2 {
-		t.Errorf("got %+v, want it ready, with two proxies", s)
+		t.Errorf("got %+v, want the upstream ready, with two proxies", s)
 	}
 	var many []net.Conn
 	for range 2 * maxProxies {
 		many = append(many, h.connect(t).UnixConn)
 	}
-	testbed.Eventually(t, "no more than so many are let in", func() bool {
+	testbed.Eventually(t, "no more than maxProxies are let in", func() bool {
 		h.Hub.mu.Lock()
 		defer h.Hub.mu.Unlock()
 		return len(h.proxies) <= maxProxies

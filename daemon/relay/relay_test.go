@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-func TestPodAddress(t *testing.T) {
+func TestPodAddressHasTheFamilyOfTheSource(t *testing.T) {
 	t.Parallel()
 	const port = 1234
 	four, six := netip.MustParseAddr("10.0.0.5"), netip.MustParseAddr("fd00::5")

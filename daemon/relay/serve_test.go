@@ -36,7 +36,7 @@ func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
 const web = "192.0.2.7:443"
 
-// served is a pod whose connections are relayed to an upstream that is not there yet.
+// served is a pod with a gate that a relay serves. The upstream is late until a test calls proxy.
 type served struct {
 	*testbed.Host
 	pod      *Server
@@ -84,8 +84,8 @@ func serve(t *testing.T) *served {
 	return s
 }
 
-// proxy starts the upstream. answer is asked for each request; what it returns is the status, and 0 hangs up
-// without one. Behind 200 stands an echo.
+// proxy starts the upstream. answer returns the status of the answer to each request, or 0 to hang up without one.
+// After 200 the upstream sends back the data that it gets.
 func (s *served) proxy(t *testing.T, answer func(*http.Request) int) {
 	t.Helper()
 	l, err := net.Listen("tcp", s.upstream)
@@ -99,8 +99,8 @@ func (s *served) proxy(t *testing.T, answer func(*http.Request) int) {
 			if err != nil {
 				return
 			}
-			go func() { // ends with its connection
-				defer c.Close() //nolint:errcheck // all was said
+			go func() { // ends with the connection
+				defer c.Close() //nolint:errcheck // everything was sent
 				r := bufio.NewReader(c)
 				req, err := http.ReadRequest(r)
 				if err != nil {
@@ -123,6 +123,7 @@ func (s *served) proxy(t *testing.T, answer func(*http.Request) int) {
 	})
 }
 
+// dial connects from the pod, and closes the connection at the end of the test.
 func (s *served) dial(t *testing.T, address string) *net.TCPConn {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
@@ -136,14 +137,14 @@ func (s *served) dial(t *testing.T, address string) *net.TCPConn {
 	return c.(*net.TCPConn)
 }
 
-// checkReset dials, and wants a reset: after the handshake, or as soon as that.
+// checkReset dials, and wants a reset, after the handshake or during it.
 func (s *served) checkReset(t *testing.T, address string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	c, err := s.Dial(ctx, "tcp", address)
 	if err == nil {
-		defer c.Close() //nolint:errcheck // it is reset
+		defer c.Close() //nolint:errcheck // nothing was written
 		_ = c.SetDeadline(time.Now().Add(time.Minute))
 		_, err = c.Read(make([]byte, 1))
 	}
@@ -152,6 +153,7 @@ func (s *served) checkReset(t *testing.T, address string) {
 	}
 }
 
+// queued counts the connections in the accept queue.
 func (s *served) queued(t *testing.T) int {
 	t.Helper()
 	n, err := s.gate.Queued()
@@ -161,9 +163,12 @@ func (s *served) queued(t *testing.T) int {
 	return n
 }
 
+// isIdle reports whether no connection waits for an answer or is open.
+func (s *served) isIdle() bool { return s.accepted.Len() == 0 && s.pod.Counts() == (sockdiag.Counts{}) }
+
 func ok(*http.Request) int { return http.StatusOK }
 
-func TestServeAcceptsNothingWhileTheUpstreamIsLate(t *testing.T) {
+func TestLateUpstreamLeavesConnectionsInTheQueue(t *testing.T) {
 	t.Parallel()
 	s := serve(t)
 	apps := make([]*net.TCPConn, 5)
@@ -177,11 +182,12 @@ func TestServeAcceptsNothingWhileTheUpstreamIsLate(t *testing.T) {
 	}
 	asked := make(chan string, len(apps))
 	s.proxy(t, func(r *http.Request) int {
-		asked <- fmt.Sprintf("%s %s for %s/%s", r.Method, r.Host, r.Header.Get("Sluice-Pod-Namespace"), r.Header.Get("Sluice-Pod-Name"))
+		namespace, name := r.Header.Get("Sluice-Pod-Namespace"), r.Header.Get("Sluice-Pod-Name")
+		asked <- fmt.Sprintf("%s %s for %s/%s", r.Method, r.Host, namespace, name)
 		return http.StatusOK
 	})
 	for i, app := range apps {
-		checkReads(t, "an app", app, "early "+strconv.Itoa(i))
+		checkReads(t, "the app", app, "early "+strconv.Itoa(i))
 		if got, want := <-asked, "CONNECT 192.0.2.7:443 for ci/web-0"; got != want {
 			t.Errorf("got request %q, want %q", got, want)
 		}
@@ -199,17 +205,19 @@ func TestServeAcceptsNothingWhileTheUpstreamIsLate(t *testing.T) {
 	}
 }
 
-// TestServeAsksAgain: nothing of the app has been sent, so what ends before the answer is asked for again.
-func TestServeAsksAgain(t *testing.T) {
+// TestFailedRequestIsRepeated: no byte of the app has been sent, so that is safe.
+func TestFailedRequestIsRepeated(t *testing.T) {
 	t.Parallel()
-	for name, late := range map[string]int{"hangs up": 0, "503": http.StatusServiceUnavailable, "407": http.StatusProxyAuthRequired} {
+	for name, status := range map[string]int{
+		"hangs up": 0, "503": http.StatusServiceUnavailable, "407": http.StatusProxyAuthRequired,
+	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := serve(t)
 			var asked atomic.Int32
 			s.proxy(t, func(*http.Request) int {
 				if asked.Add(1) < 3 {
-					return late
+					return status
 				}
 				return http.StatusOK
 			})
@@ -220,15 +228,15 @@ func TestServeAsksAgain(t *testing.T) {
 	}
 }
 
-func TestServeResetsWhatCannotBeReached(t *testing.T) {
+func TestUnreachableDestinationResetsTheApp(t *testing.T) {
 	t.Parallel()
 	s := serve(t)
 	s.proxy(t, func(*http.Request) int { return http.StatusGatewayTimeout })
 	s.checkReset(t, web)
-	testbed.Eventually(t, "nothing waits", func() bool { return s.accepted.Len() == 0 && s.pod.Counts() == (sockdiag.Counts{}) })
+	testbed.Eventually(t, "no connection waits or is open", s.isIdle)
 }
 
-func TestServeRefusesDestinationsOfTheNode(t *testing.T) {
+func TestDestinationsOfTheNodeAreRefused(t *testing.T) {
 	t.Parallel()
 	s := serve(t)
 	s.proxy(t, func(r *http.Request) int {
@@ -237,15 +245,15 @@ func TestServeRefusesDestinationsOfTheNode(t *testing.T) {
 	})
 	for _, address := range []string{
 		"10.0.0.5:15001",     // the listener itself
-		"127.0.0.1:80",       // redirected by this test's rule, which is no rule of ours
+		"127.0.0.1:80",       // redirected by the rule of this test, unlike by those of package ruleset
 		"169.254.169.254:80", // likewise
 	} {
 		s.checkReset(t, address)
 	}
 }
 
-// TestServeLetsGoOfAppsThatGaveUp: one that resets its connection is not asked for any more.
-func TestServeLetsGoOfAppsThatGaveUp(t *testing.T) {
+// TestResetOfTheAppEndsItsWait: the upstream gets no more requests for that connection.
+func TestResetOfTheAppEndsItsWait(t *testing.T) {
 	t.Parallel()
 	s := serve(t)
 	var asked atomic.Int32
@@ -254,12 +262,12 @@ func TestServeLetsGoOfAppsThatGaveUp(t *testing.T) {
 		return http.StatusServiceUnavailable
 	})
 	app := s.dial(t, web)
-	testbed.Eventually(t, "it is asked for again and again", func() bool { return asked.Load() > 2 && s.accepted.Len() == 1 })
+	testbed.Eventually(t, "the request is repeated", func() bool { return asked.Load() > 2 && s.accepted.Len() == 1 })
 	socket.Reset(app)
-	testbed.Eventually(t, "nothing waits", func() bool { return s.accepted.Len() == 0 && s.pod.Counts() == (sockdiag.Counts{}) })
+	testbed.Eventually(t, "no connection waits or is open", s.isIdle)
 }
 
-func TestServeEnds(t *testing.T) {
+func TestEndOfContextResetsOpenConnections(t *testing.T) {
 	t.Parallel()
 	s := serve(t)
 	s.proxy(t, ok)
@@ -274,9 +282,9 @@ func TestServeEnds(t *testing.T) {
 	<-s.done
 }
 
-// TestServeOutlivesItsGate: when no more is accepted, what is open goes on until its end.
-func TestServeOutlivesItsGate(t *testing.T) {
-	// Not parallel: what another test forks would hold the closed sockets until it has become a program.
+// TestOpenConnectionsOutliveTheGate: Serve returns when the last one has ended.
+func TestOpenConnectionsOutliveTheGate(t *testing.T) {
+	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	s := serve(t)
 	s.proxy(t, ok)
 	app := s.dial(t, web)

@@ -39,25 +39,25 @@ func pair(t *testing.T) (far, near *net.TCPConn) {
 	return f.(*net.TCPConn), n.(*net.TCPConn)
 }
 
-// TestIsReset: a peer that has only shut its sending side down has not reset the connection.
-func TestIsReset(t *testing.T) {
+// TestIsResetTellsAResetFromAHalfClose: a peer that has only shut down its sending side has not reset the connection.
+func TestIsResetTellsAResetFromAHalfClose(t *testing.T) {
 	t.Parallel()
 	far, near := pair(t)
 	if IsReset(near) {
-		t.Error("an open connection: got reset")
+		t.Error("open connection: got reset")
 	}
 	send(t, far, "unread")
 	shut(t, far)
 	checkReads(t, "near", near, "unread")
 	checkEnd(t, "near", near, io.EOF)
 	if IsReset(near) {
-		t.Error("a half shut connection: got reset")
+		t.Error("half-closed connection: got reset")
 	}
 	Reset(far)
-	testbed.Eventually(t, "a reset connection has ended", func() bool { return IsReset(near) })
+	testbed.Eventually(t, "the connection is reset", func() bool { return IsReset(near) })
 	_ = near.Close()
 	if !IsReset(near) {
-		t.Error("a closed connection: got not reset")
+		t.Error("closed connection: got not reset")
 	}
 }
 

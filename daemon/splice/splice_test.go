@@ -19,7 +19,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// ends are the two far ends of a pair that is joined.
+// ends are the far ends of the two connections of a pair that is joined.
 type ends struct {
 	app, up *net.TCPConn
 	set     Set
@@ -27,7 +27,7 @@ type ends struct {
 	cancel  context.CancelFunc
 }
 
-// joined joins a pair until the test ends. Without appState the peer's protocol can carry a half-close.
+// joined joins a pair until the test ends. If appState is nil, the peer's protocol can carry a half-close.
 func joined(t *testing.T, first string, appState func() sockdiag.AppState) *ends {
 	t.Helper()
 	e := &ends{done: make(chan struct{})}
@@ -47,7 +47,7 @@ func joined(t *testing.T, first string, appState func() sockdiag.AppState) *ends
 		e.cancel()
 		<-e.done
 		if got := e.set.Counts().Open; got != 0 {
-			t.Errorf("got %d pairs still counted as open, want none", got)
+			t.Errorf("got %d pairs counted as open after the end, want none", got)
 		}
 	})
 	return e
@@ -128,30 +128,30 @@ func TestJoinDeliversFirstBytesFirst(t *testing.T) {
 	checkReads(t, "the app", e.app, "said already, said later")
 }
 
-func TestJoinPassesEachEndOn(t *testing.T) {
+func TestJoinPassesOnEachHalfClose(t *testing.T) {
 	t.Parallel()
-	for name, upFirst := range map[string]bool{"the app's first": false, "the upstream's first": true} {
+	for name, upFirst := range map[string]bool{"app first": false, "upstream first": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			e := joined(t, "", nil)
-			one, other := e.app, e.up
+			first, second := e.app, e.up
 			if upFirst {
-				one, other = other, one
+				first, second = second, first
 			}
-			send(t, one, "all")
-			shut(t, one)
-			checkReads(t, "the other", other, "all")
-			checkEnd(t, "the other", other, io.EOF)
-			send(t, other, "not over here") // half open
-			checkReads(t, "the one", one, "not over here")
-			shut(t, other)
-			checkEnd(t, "the one", one, io.EOF)
+			send(t, first, "all")
+			shut(t, first)
+			checkReads(t, "the second", second, "all")
+			checkEnd(t, "the second", second, io.EOF)
+			send(t, second, "the other direction")
+			checkReads(t, "the first", first, "the other direction")
+			shut(t, second)
+			checkEnd(t, "the first", first, io.EOF)
 			<-e.done
 		})
 	}
 }
 
-func TestJoinCarriesMuchBothWaysAtOnce(t *testing.T) {
+func TestJoinCarriesLargeDataBothWaysAtOnce(t *testing.T) {
 	t.Parallel()
 	const size = 8 << 20
 	data := make([]byte, size)
@@ -180,7 +180,7 @@ func TestJoinCarriesMuchBothWaysAtOnce(t *testing.T) {
 	<-e.done
 }
 
-func TestJoinPassesResetsOn(t *testing.T) {
+func TestJoinPassesOnResets(t *testing.T) {
 	t.Parallel()
 	for name, appState := range map[string]func() sockdiag.AppState{
 		"with half-close": nil, "without": func() sockdiag.AppState { return sockdiag.AppUnknown },
@@ -189,14 +189,14 @@ func TestJoinPassesResetsOn(t *testing.T) {
 			t.Run(name+"/"+from, func(t *testing.T) {
 				t.Parallel()
 				e := joined(t, "", appState)
-				one, other := e.app, e.up
+				first, second := e.app, e.up
 				if upResets {
-					one, other = other, one
+					first, second = second, first
 				}
-				send(t, other, "x") // both are at work
-				checkReads(t, from, one, "x")
-				socket.Reset(one)
-				checkEnd(t, "the other", other, syscall.ECONNRESET)
+				send(t, second, "x") // the data shows that Join has begun
+				checkReads(t, from, first, "x")
+				socket.Reset(first)
+				checkEnd(t, "the other end", second, syscall.ECONNRESET)
 				<-e.done
 			})
 		}
@@ -212,18 +212,18 @@ func TestJoinResetsBothWhenItsContextEnds(t *testing.T) {
 	<-e.done
 }
 
-// TestJoinHoldsTheAppsFINBack: an upstream that is told of one end would drop what the other still carries.
+// TestJoinHoldsTheAppsFINBack: an upstream without half-close would drop the data of the other direction.
 func TestJoinHoldsTheAppsFINBack(t *testing.T) {
 	t.Parallel()
-	var looks atomic.Int32
+	var calls atomic.Int32
 	e := joined(t, "", func() sockdiag.AppState {
-		looks.Add(1)
+		calls.Add(1)
 		return sockdiag.AppOpen
 	})
 	send(t, e.app, "question")
 	shut(t, e.app)
 	checkReads(t, "the upstream", e.up, "question")
-	testbed.Eventually(t, "the FIN is held back", func() bool { return looks.Load() >= 4 })
+	testbed.Eventually(t, "the FIN is held back", func() bool { return calls.Load() >= 4 })
 	_ = e.up.SetReadDeadline(time.Now().Add(time.Millisecond))
 	checkEnd(t, "the upstream", e.up, os.ErrDeadlineExceeded)
 	_ = e.up.SetReadDeadline(time.Now().Add(time.Minute))
@@ -235,8 +235,8 @@ func TestJoinHoldsTheAppsFINBack(t *testing.T) {
 	<-e.done
 }
 
-// TestJoinPassesTheEndOfAnAppThatClosedOn at once: nobody waits for an answer.
-func TestJoinPassesTheEndOfAnAppThatClosedOn(t *testing.T) {
+// TestJoinPassesOnTheCloseOfTheApp at once, because no process waits for an answer.
+func TestJoinPassesOnTheCloseOfTheApp(t *testing.T) {
 	t.Parallel()
 	e := joined(t, "", func() sockdiag.AppState { return sockdiag.AppClosed })
 	send(t, e.app, "bye")
@@ -245,8 +245,8 @@ func TestJoinPassesTheEndOfAnAppThatClosedOn(t *testing.T) {
 	checkEnd(t, "the upstream", e.up, io.EOF)
 }
 
-// TestJoinNoticesThatTheAppClosesLater: half shut first, closed while its FIN is held back.
-func TestJoinNoticesThatTheAppClosesLater(t *testing.T) {
+// TestJoinNoticesALaterCloseOfTheApp: the app half-closes first, and closes while its FIN is held back.
+func TestJoinNoticesALaterCloseOfTheApp(t *testing.T) {
 	t.Parallel()
 	var state atomic.Int32
 	state.Store(int32(sockdiag.AppOpen))
@@ -256,7 +256,7 @@ func TestJoinNoticesThatTheAppClosesLater(t *testing.T) {
 	checkEnd(t, "the upstream", e.up, io.EOF)
 }
 
-func TestCounts(t *testing.T) {
+func TestCountsOpenPairsAndBytes(t *testing.T) {
 	t.Parallel()
 	e := joined(t, "", nil)
 	send(t, e.app, "four")
@@ -270,6 +270,6 @@ func TestCounts(t *testing.T) {
 	<-e.done
 	want.Open = 0
 	if got := e.set.Counts(); got != want {
-		t.Errorf("after its end: got %+v, want %+v", got, want)
+		t.Errorf("after the end: got %+v, want %+v", got, want)
 	}
 }

@@ -16,7 +16,7 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-func TestConnectRequest(t *testing.T) {
+func TestConnectRequestNamesDestinationAndPod(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct {
 		req  Request
@@ -25,21 +25,28 @@ func TestConnectRequest(t *testing.T) {
 		"IPv4": {
 			request,
 			"CONNECT 192.0.2.7:443 HTTP/1.1\r\nHost: 192.0.2.7:443\r\n" +
-				"Sluice-Pod-Namespace: ci\r\nSluice-Pod-Name: web-0\r\nSluice-Pod-UID: 7d3f\r\nSluice-Source: 10.0.0.5:40000\r\n\r\n",
+				"Sluice-Pod-Namespace: ci\r\nSluice-Pod-Name: web-0\r\nSluice-Pod-UID: 7d3f\r\n" +
+				"Sluice-Source: 10.0.0.5:40000\r\n\r\n",
 		},
 		"IPv6": {
 			Request{
-				Destination: netip.MustParseAddrPort("[2001:db8::7]:80"), Source: netip.MustParseAddrPort("[fd00::5]:1"),
-				Pod: attach.Pod{Namespace: "ci", Name: "web-0"},
+				Destination: netip.MustParseAddrPort("[2001:db8::7]:80"),
+				Source:      netip.MustParseAddrPort("[fd00::5]:1"),
+				Pod:         attach.Pod{Namespace: "ci", Name: "web-0"},
 			},
 			"CONNECT [2001:db8::7]:80 HTTP/1.1\r\nHost: [2001:db8::7]:80\r\n" +
 				"Sluice-Pod-Namespace: ci\r\nSluice-Pod-Name: web-0\r\nSluice-Source: [fd00::5]:1\r\n\r\n",
 		},
 		"inbound": {
-			Request{Destination: netip.MustParseAddrPort("10.0.0.5:80"), Source: netip.MustParseAddrPort("192.0.2.7:40000"), Inbound: true},
-			"CONNECT 10.0.0.5:80 HTTP/1.1\r\nHost: 10.0.0.5:80\r\nSluice-Source: 192.0.2.7:40000\r\nSluice-Direction: inbound\r\n\r\n",
+			Request{
+				Destination: netip.MustParseAddrPort("10.0.0.5:80"),
+				Source:      netip.MustParseAddrPort("192.0.2.7:40000"),
+				Inbound:     true,
+			},
+			"CONNECT 10.0.0.5:80 HTTP/1.1\r\nHost: 10.0.0.5:80\r\n" +
+				"Sluice-Source: 192.0.2.7:40000\r\nSluice-Direction: inbound\r\n\r\n",
 		},
-		"nobody's": {
+		"without source and pod": {
 			Request{Destination: netip.MustParseAddrPort("192.0.2.7:443")},
 			"CONNECT 192.0.2.7:443 HTTP/1.1\r\nHost: 192.0.2.7:443\r\n\r\n",
 		},
@@ -48,7 +55,7 @@ func TestConnectRequest(t *testing.T) {
 		p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
 			asked, _ := readConnect(conn)
 			_, _ = io.WriteString(conn, "HTTP/1.1 200 OK\r\n\r\n")
-			more, _ := io.ReadAll(conn) // until the test has closed it: nothing follows
+			more, _ := io.ReadAll(conn) // until the test closes the connection
 			got <- asked + string(more)
 		})
 		conn, first, err := ask(t, p.Addr().String(), config.Connect, tc.req)
@@ -62,8 +69,8 @@ func TestConnectRequest(t *testing.T) {
 	}
 }
 
-// TestInboundFromTheUpstreamItself would come back to it for ever: it is not even asked.
-func TestInboundFromTheUpstreamItself(t *testing.T) {
+// TestInboundFromTheUpstreamIsRefused without a request: the upstream would connect to the pod again, without end.
+func TestInboundFromTheUpstreamIsRefused(t *testing.T) {
 	t.Parallel()
 	asked := make(chan string, 1)
 	p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
@@ -71,27 +78,30 @@ func TestInboundFromTheUpstreamItself(t *testing.T) {
 		asked <- string(b)
 	})
 	_, _, err := ask(t, p.Addr().String(), config.Connect, Request{
-		Destination: netip.MustParseAddrPort("10.0.0.5:80"), Source: netip.MustParseAddrPort("127.0.0.1:40000"), Inbound: true,
+		Destination: netip.MustParseAddrPort("10.0.0.5:80"),
+		Source:      netip.MustParseAddrPort("127.0.0.1:40000"),
+		Inbound:     true,
 	})
 	if got := <-asked; !errors.Is(err, ErrUnreachable) || got != "" {
-		t.Errorf("got %v, and it was asked %q; want ErrUnreachable and nothing", err, got)
+		t.Errorf("got %v, and request %q; want ErrUnreachable, and no request", err, got)
 	}
 }
 
-// TestConnectLosesNothingThatComesWithTheAnswer: the header ends where it ends, whatever it says of a body.
-func TestConnectLosesNothingThatComesWithTheAnswer(t *testing.T) {
+// TestConnectKeepsDataAfterTheHeader: the answer to CONNECT has no body (RFC 9110 section 9.3.6), even if its header
+// describes one.
+func TestConnectKeepsDataAfterTheHeader(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("0123456789abcdef", 20_000)
 	for name, tc := range map[string]struct{ header, body string }{
-		"nothing":                {"HTTP/1.1 200 Connection established\r\n\r\n", ""},
-		"a greeting":             {"HTTP/1.1 200 Connection established\r\n\r\n", "SSH-2.0-x\r\n"},
-		"more than any buffer":   {"HTTP/1.1 200 OK\r\n\r\n", long},
-		"a content length":       {"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n", "SSH-2.0-x\r\n"},
-		"a content length of 0":  {"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "SSH-2.0-x\r\n"},
-		"chunked":                {"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "3\r\nabc\r\n"},
-		"to be closed":           {"HTTP/1.0 200 OK\r\nConnection: close\r\n\r\n", "hello"},
-		"another success":        {"HTTP/1.1 204 No Content\r\n\r\n", "hello"},
-		"what looks like header": {"HTTP/1.1 200 OK\r\nVia: x\r\n\r\n", "HTTP/1.1 502 Bad Gateway\r\n\r\n"},
+		"nothing":               {"HTTP/1.1 200 Connection established\r\n\r\n", ""},
+		"a greeting":            {"HTTP/1.1 200 Connection established\r\n\r\n", "SSH-2.0-x\r\n"},
+		"more than any buffer":  {"HTTP/1.1 200 OK\r\n\r\n", long},
+		"a content length":      {"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n", "SSH-2.0-x\r\n"},
+		"a content length of 0": {"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "SSH-2.0-x\r\n"},
+		"chunked":               {"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "3\r\nabc\r\n"},
+		"to be closed":          {"HTTP/1.0 200 OK\r\nConnection: close\r\n\r\n", "hello"},
+		"another success":       {"HTTP/1.1 204 No Content\r\n\r\n", "hello"},
+		"data like a header":    {"HTTP/1.1 200 OK\r\nVia: x\r\n\r\n", "HTTP/1.1 502 Bad Gateway\r\n\r\n"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -107,7 +117,7 @@ func TestConnectLosesNothingThatComesWithTheAnswer(t *testing.T) {
 	}
 }
 
-func TestConnectAnswers(t *testing.T) {
+func TestConnectAnswersAreClassified(t *testing.T) {
 	t.Parallel()
 	page := func(text string) string { return "HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\n\r\n" + text }
 	for _, tc := range []struct {
@@ -116,15 +126,21 @@ func TestConnectAnswers(t *testing.T) {
 		want         error
 		says         string
 	}{
-		{"502 without descriptors", page("<h1>[Errno 24] Too many open files</h1>"), hangUp, ErrLate, "file descriptors"},
+		{
+			"502 without descriptors", page("<h1>[Errno 24] Too many open files</h1>"), hangUp,
+			ErrLate, "file descriptors",
+		},
 		{"502 without descriptors, left open", page("OSError: [Errno 24]"), stayOpen, ErrLate, "file descriptors"},
 		{"502 without descriptors on the node", page("[Errno 23] "), hangUp, ErrLate, "file descriptors"},
-		{"502 in other words", page("dial: too many open files"), hangUp, ErrLate, "file descriptors"},
+		{"502 without descriptors, in words", page("dial: too many open files"), hangUp, ErrLate, "file descriptors"},
 		{"502 unreachable", page("[Errno 111] Connect call failed"), hangUp, ErrUnreachable, "502"},
 		{"502 unreachable, left open", page("[Errno 113] No route"), stayOpen, ErrUnreachable, "502"},
-		{"502 with a length, left open", "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 4\r\n\r\noops", stayOpen, ErrUnreachable, "502"},
+		{
+			"502 with a length, left open", "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 4\r\n\r\noops", stayOpen,
+			ErrUnreachable, "502",
+		},
 		{"502 without a page", "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", hangUp, ErrUnreachable, "502"},
-		{"502 with a number that is not that one", page("[Errno 241] x"), hangUp, ErrUnreachable, "502"},
+		{"502 with another errno", page("[Errno 241] x"), hangUp, ErrUnreachable, "502"},
 		{"502 with a reset", page("x"), resetConn, ErrUnreachable, "502"},
 		{"502 and a page without an end", page(strings.Repeat("x", 1<<20)), hangUp, ErrUnreachable, "502"},
 		{"403", "HTTP/1.1 403 Forbidden\r\n\r\n", hangUp, ErrUnreachable, "403"},
@@ -137,9 +153,9 @@ func TestConnectAnswers(t *testing.T) {
 		{"400", "HTTP/1.1 400 Bad Request\r\n\r\n", hangUp, ErrMisconfigured, "400"},
 		{"a redirect", "HTTP/1.1 301 Moved Permanently\r\nLocation: /\r\n\r\n", hangUp, ErrMisconfigured, "301"},
 		{"another protocol", "SSH-2.0-OpenSSH_9.2\r\n", hangUp, ErrMisconfigured, "not HTTP"},
-		{"an alert of TLS", "\x15\x03\x01\x00\x02\x02\x0a\n\n", hangUp, ErrMisconfigured, "not HTTP"},
+		{"a TLS alert", "\x15\x03\x01\x00\x02\x02\x0a\n\n", hangUp, ErrMisconfigured, "not HTTP"},
 		{"closed before the answer", "", hangUp, ErrLate, "ended before the answer"},
-		{"closed within the answer", "HTTP/1.1 200 OK\r\nVia", hangUp, ErrLate, "ended before the answer"},
+		{"closed during the answer", "HTTP/1.1 200 OK\r\nVia", hangUp, ErrLate, "ended before the answer"},
 		{"reset before the answer", "", resetConn, ErrLate, "ended before the answer"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -151,7 +167,7 @@ func TestConnectAnswers(t *testing.T) {
 	}
 }
 
-// checkAnswer checks that err is want, and none of the other two.
+// checkAnswer checks that err is want alone and contains says, and that there is a connection without an error only.
 func checkAnswer(t *testing.T, conn *net.TCPConn, err, want error, says string) {
 	t.Helper()
 	for _, kind := range []error{ErrLate, ErrUnreachable, ErrMisconfigured} {
@@ -168,7 +184,7 @@ func checkAnswer(t *testing.T, conn *net.TCPConn, err, want error, says string) 
 	}
 }
 
-func TestDialRefused(t *testing.T) {
+func TestRefusedDialMeansLate(t *testing.T) {
 	t.Parallel()
 	u := newUpstream(freeAddress(), config.Connect)
 	conn, err := u.Dial(t.Context())
@@ -178,7 +194,7 @@ func TestDialRefused(t *testing.T) {
 	checkAnswer(t, nil, err, ErrLate, "refused")
 }
 
-// TestDialDoesNotWaitForTheAnswer: a handshake counts from the dial to the answer.
+// TestDialDoesNotWaitForTheAnswer of the proxy, but for the handshake of TCP only.
 func TestDialDoesNotWaitForTheAnswer(t *testing.T) {
 	t.Parallel()
 	dialed := make(chan struct{})
@@ -218,16 +234,16 @@ func TestAskEndsWithItsContext(t *testing.T) {
 	}
 }
 
-// TestAskLeavesNoDeadline: the connection is to last.
+// TestAskLeavesNoDeadline, because the connection is used for long after it.
 func TestAskLeavesNoDeadline(t *testing.T) {
 	t.Parallel()
-	p := startProxy(t, "127.0.0.1:0", answering("HTTP/1.1 200 OK\r\n\r\n", func(c *net.TCPConn) { _, _ = io.Copy(c, c) }))
+	p := startProxy(t, "127.0.0.1:0", echoing)
 	ctx, cancel := context.WithCancel(t.Context())
 	conn, _, err := dialAndAsk(ctx, newUpstream(p.Addr().String(), config.Connect), request)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer conn.Close() //nolint:errcheck // all was said
+	defer conn.Close() //nolint:errcheck // everything was read
 	cancel()           // after the answer
 	_, _ = io.WriteString(conn, "ping")
 	got := make([]byte, 4)

@@ -19,14 +19,14 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// request is what most tests ask for.
+// request is the request of most tests.
 var request = Request{
 	Destination: netip.MustParseAddrPort("192.0.2.7:443"),
 	Source:      netip.MustParseAddrPort("10.0.0.5:40000"),
 	Pod:         attach.Pod{Namespace: "ci", Name: "web-0", UID: "7d3f"},
 }
 
-// proxy is a fake upstream: each connection goes to handle, and is closed when that returns.
+// proxy is a fake upstream.
 type proxy struct {
 	net.Listener
 	mu      sync.Mutex
@@ -34,6 +34,7 @@ type proxy struct {
 	stopped bool
 }
 
+// startProxy passes each connection to handle, and closes it when handle returns.
 func startProxy(t *testing.T, address string, handle func(*net.TCPConn)) *proxy {
 	t.Helper()
 	l, err := net.Listen("tcp", address)
@@ -53,7 +54,7 @@ func startProxy(t *testing.T, address string, handle func(*net.TCPConn)) *proxy 
 				return
 			}
 			wg.Go(func() {
-				defer conn.Close() //nolint:errcheck // the handler had its say
+				defer conn.Close() //nolint:errcheck // handle has sent everything
 				handle(conn)
 			})
 		}
@@ -65,7 +66,7 @@ func startProxy(t *testing.T, address string, handle func(*net.TCPConn)) *proxy 
 	return p
 }
 
-// own takes a connection that was accepted, if not too late.
+// own records a connection that was accepted. After stop it closes the connection and returns false.
 func (p *proxy) own(conn *net.TCPConn) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -77,9 +78,9 @@ func (p *proxy) own(conn *net.TCPConn) bool {
 	return true
 }
 
-// stop ends the proxy as a killed one ends: nobody listens, and its connections are closed.
+// stop closes the listener and all connections, as the kernel does for a process that is killed.
 func (p *proxy) stop() {
-	_ = p.Close() // a second time is harmless
+	_ = p.Close() // perhaps for the second time
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, c := range p.conns {
@@ -88,7 +89,7 @@ func (p *proxy) stop() {
 	p.conns, p.stopped = nil, true
 }
 
-// readConnect reads the header of a request, and no more.
+// readConnect reads the header of a request, and no byte after it.
 func readConnect(conn net.Conn) (string, error) {
 	var got bytes.Buffer
 	for b := make([]byte, 1); !bytes.HasSuffix(got.Bytes(), []byte("\r\n\r\n")); {
@@ -100,7 +101,7 @@ func readConnect(conn net.Conn) (string, error) {
 	return got.String(), nil
 }
 
-// answering is a CONNECT proxy that always says the same, then does what then does.
+// answering makes a handler that answers each CONNECT request with answer, and then calls then.
 func answering(answer string, then func(*net.TCPConn)) func(*net.TCPConn) {
 	return func(conn *net.TCPConn) {
 		if _, err := readConnect(conn); err != nil {
@@ -111,7 +112,7 @@ func answering(answer string, then func(*net.TCPConn)) func(*net.TCPConn) {
 	}
 }
 
-// What a proxy does after its answer.
+// These end a handler: the connection is closed, stays open until its peer closes it, or is reset.
 func hangUp(*net.TCPConn)      {}
 func stayOpen(c *net.TCPConn)  { _, _ = io.Copy(io.Discard, c) }
 func resetConn(c *net.TCPConn) { _ = c.SetLinger(0) }
@@ -159,22 +160,13 @@ func run(t *testing.T, u *Upstream) {
 
 var addresses atomic.Uint32
 
-// freeAddress is one on loopback that nobody else uses, now or later.
+// freeAddress returns an address on loopback that no other test uses.
 func freeAddress() string {
 	n := addresses.Add(1)
 	return fmt.Sprintf("127.%d.%d.%d:18080", 100+n%100, os.Getpid()>>8&0xff, os.Getpid()&0xff)
 }
 
-func eventually(t *testing.T, what string, cond func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); !cond(); time.Sleep(2 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("it never happened: %s", what)
-		}
-	}
-}
-
-// rest reads what follows first until the end.
+// rest returns first and the data that follows until the end of the connection.
 func rest(t *testing.T, conn net.Conn, first []byte) string {
 	t.Helper()
 	if err := conn.SetReadDeadline(time.Now().Add(20 * time.Second)); err != nil {
@@ -182,7 +174,7 @@ func rest(t *testing.T, conn net.Conn, first []byte) string {
 	}
 	b, err := io.ReadAll(bufio.NewReader(conn))
 	if err != nil {
-		t.Errorf("reading what follows the answer: %v", err)
+		t.Errorf("reading the data after the answer: %v", err)
 	}
 	return string(first) + string(b)
 }

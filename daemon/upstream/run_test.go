@@ -15,20 +15,24 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-var fine = answering("HTTP/1.1 200 OK\r\n\r\n", func(c *net.TCPConn) { _, _ = io.Copy(c, c) })
+// echoing handles a connection as a proxy that works: the destination sends back the data that it gets.
+var echoing = answering("HTTP/1.1 200 OK\r\n\r\n", func(c *net.TCPConn) { _, _ = io.Copy(c, c) })
 
-func TestUpstreamComesAndGoes(t *testing.T) {
+func TestStatusFollowsTheUpstream(t *testing.T) {
 	t.Parallel()
 	u := newUpstream(freeAddress(), config.Connect)
 	if s := u.Status(); s.Ready || s.Reason == "" || s.Address != u.name || s.Protocol != "connect" {
 		t.Errorf("before Run: got %+v, want it late, with a reason", s)
 	}
 	run(t, u)
-	eventually(t, "the reason is that nobody listens", func() bool { return strings.Contains(u.Status().Reason, "refused") })
+	testbed.Eventually(t, "the reason is a refused connection", func() bool {
+		return strings.Contains(u.Status().Reason, "refused")
+	})
 	for range 3 {
-		p := startProxy(t, u.name, fine)
+		p := startProxy(t, u.name, echoing)
 		if err := u.Wait(t.Context()); err != nil {
 			t.Fatalf("Wait: %v", err)
 		}
@@ -36,15 +40,15 @@ func TestUpstreamComesAndGoes(t *testing.T) {
 			t.Errorf("with a proxy: got %+v, want it ready", s)
 		}
 		p.stop()
-		eventually(t, "it is late again", func() bool { return !u.Status().Ready })
+		testbed.Eventually(t, "the upstream is late again", func() bool { return !u.Status().Ready })
 		if s := u.Status(); !strings.Contains(s.Reason, "refused") {
-			t.Errorf("without a proxy: got %+v, want the reason", s)
+			t.Errorf("without a proxy: got %+v, want a refused connection as the reason", s)
 		}
 	}
 }
 
-// TestWaitersGoOnTogether: all of them, however they wait, as soon as the upstream comes.
-func TestWaitersGoOnTogether(t *testing.T) {
+// TestReadyUpstreamWakesEveryWaiter, of Wait and of WaitToRetry.
+func TestReadyUpstreamWakesEveryWaiter(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		u := newUpstream(freeAddress(), config.Connect)
@@ -55,22 +59,22 @@ func TestWaitersGoOnTogether(t *testing.T) {
 				if i%2 == 0 {
 					done <- u.Wait(t.Context())
 				} else {
-					done <- u.WaitToRetry(t.Context(), time.Hour) // no longer than until the upstream is back
+					done <- u.WaitToRetry(t.Context(), time.Hour) // returns before the hour is over
 				}
 			}()
 		}
 		synctest.Wait()
 		if got := len(done); got != 0 {
-			t.Fatalf("%d of %d did not wait", got, waiters)
+			t.Fatalf("%d of %d waiters did not wait", got, waiters)
 		}
 		u.markReady()
 		synctest.Wait()
 		if got := len(done); got != waiters {
-			t.Errorf("%d of %d went on", got, waiters)
+			t.Errorf("%d of %d waiters returned", got, waiters)
 		}
 		for range waiters {
 			if err := <-done; err != nil {
-				t.Errorf("a waiter got %v", err)
+				t.Errorf("waiting: %v", err)
 			}
 		}
 	})
@@ -89,20 +93,20 @@ func TestWaitEndsWithItsContext(t *testing.T) {
 	}
 }
 
-// TestAProxyThatEndsIdleConnectionsIsReady: it is no less there for that.
-func TestAProxyThatEndsIdleConnectionsIsReady(t *testing.T) {
+// TestProxyThatEndsIdleConnectionsIsReady, because it still accepts new ones.
+func TestProxyThatEndsIdleConnectionsIsReady(t *testing.T) {
 	t.Parallel()
 	var ended atomic.Int32
 	u := newUpstream(freeAddress(), config.Connect)
 	startProxy(t, u.name, func(*net.TCPConn) { ended.Add(1) })
 	run(t, u)
-	eventually(t, "it has ended a few", func() bool { return ended.Load() >= 4 })
+	testbed.Eventually(t, "the proxy has ended a few connections", func() bool { return ended.Load() >= 4 })
 	if s := u.Status(); !s.Ready {
 		t.Errorf("got %+v, want it ready", s)
 	}
 }
 
-// TestEachRequestHasAConnectionOfItsOwn, while Run keeps one to the upstream too.
+// TestEachRequestHasAConnectionOfItsOwn, beside the one that Run keeps.
 func TestEachRequestHasAConnectionOfItsOwn(t *testing.T) {
 	t.Parallel()
 	var asked atomic.Int32
@@ -142,13 +146,13 @@ func TestEachRequestHasAConnectionOfItsOwn(t *testing.T) {
 	}
 }
 
-// echo asks for a connection and uses it, with pauses in which a forgotten deadline would strike.
+// echo makes one request, and sends data through its connection and back.
 func echo(ctx context.Context, u *Upstream) error {
 	conn, first, err := dialAndAsk(ctx, u, request)
 	if err != nil {
 		return err
 	}
-	defer conn.Close() //nolint:errcheck // read to the end
+	defer conn.Close() //nolint:errcheck // everything was read
 	if _, err := io.WriteString(conn, "ping"); err != nil {
 		return err
 	}
@@ -162,18 +166,18 @@ func echo(ctx context.Context, u *Upstream) error {
 	return err
 }
 
-// TestMisconfiguredIsSaidWhileItLasts: the upstream is there, so connections are tried, and people are told.
-func TestMisconfiguredIsSaidWhileItLasts(t *testing.T) {
+// TestMisconfigurationIsReportedWhileItLasts: the upstream stays ready, so that connections are tried again.
+func TestMisconfigurationIsReportedWhileItLasts(t *testing.T) {
 	t.Parallel()
-	var closed atomic.Bool
-	closed.Store(true)
+	var misconfigured atomic.Bool
+	misconfigured.Store(true)
 	u := newUpstream(freeAddress(), config.Connect)
 	startProxy(t, u.name, func(conn *net.TCPConn) {
-		if closed.Load() {
+		if misconfigured.Load() {
 			answering("HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", hangUp)(conn)
 			return
 		}
-		fine(conn)
+		echoing(conn)
 	})
 	run(t, u)
 	if err := u.Wait(t.Context()); err != nil {
@@ -185,15 +189,15 @@ func TestMisconfiguredIsSaidWhileItLasts(t *testing.T) {
 	if s := u.Status(); !s.Ready || !strings.Contains(s.Reason, "user and a password") {
 		t.Errorf("after a 407: got %+v, want it ready, with a reason", s)
 	}
-	closed.Store(false)
-	eventually(t, "a request is answered as it should be", func() bool { return echo(t.Context(), u) == nil })
+	misconfigured.Store(false)
+	testbed.Eventually(t, "a request succeeds", func() bool { return echo(t.Context(), u) == nil })
 	if s := u.Status(); !s.Ready || s.Reason != "" {
 		t.Errorf("after a 200: got %+v, want it ready, without a reason", s)
 	}
 }
 
-// TestProbe: with probes, an upstream that listens is late until it serves, and its reason says what it answers.
-func TestProbe(t *testing.T) {
+// TestProbeDecidesAboutReadiness: with probes, an upstream that only listens is late, and the reason has its answer.
+func TestProbeDecidesAboutReadiness(t *testing.T) {
 	t.Parallel()
 	var answer atomic.Value
 	answer.Store("")
@@ -221,12 +225,12 @@ func TestProbe(t *testing.T) {
 		{"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", "", true},
 	} {
 		answer.Store(step.answer)
-		eventually(t, "the answer to a probe counts: "+step.answer, func() bool {
+		testbed.Eventually(t, "the status follows the answer "+step.answer, func() bool {
 			s := u.Status()
 			return s.Ready == step.ready && strings.Contains(s.Reason, step.reason)
 		})
 	}
 	if host := asked.Load().(string); !strings.Contains(host, "CONNECT 127.0.0.1:") {
-		t.Errorf("it was asked for %s, want a listener on the way to it", host)
+		t.Errorf("got probe %q, want a request for a listener on loopback", host)
 	}
 }

@@ -17,7 +17,8 @@ const (
 	boundName = "\x03\x05proxy\x1f\x90"
 )
 
-// socks is a SOCKS5 proxy that chooses method, takes a request of n bytes, replies, and then does what then does.
+// socks makes a handler that answers the greeting with method, reads a request of n bytes, sends reply, and calls then.
+// It sends the greeting and the request to asked, unless that is nil.
 func socks(method string, n int, reply string, asked chan<- string, then func(*net.TCPConn)) func(*net.TCPConn) {
 	return func(conn *net.TCPConn) {
 		all := make([]byte, 3+n)
@@ -37,19 +38,22 @@ func socks(method string, n int, reply string, asked chan<- string, then func(*n
 	}
 }
 
-func TestSOCKS5Request(t *testing.T) {
+func TestSOCKS5RequestNamesTheDestination(t *testing.T) {
 	t.Parallel()
 	for destination, want := range map[string]string{
-		"192.0.2.7:443":     "\x05\x01\x00" + "\x05\x01\x00\x01\xc0\x00\x02\x07\x01\xbb",
-		"[2001:db8::7]:80":  "\x05\x01\x00" + "\x05\x01\x00\x04\x20\x01\x0d\xb8\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x07\x00\x50",
+		"192.0.2.7:443": "\x05\x01\x00" + "\x05\x01\x00\x01\xc0\x00\x02\x07\x01\xbb",
+		"[2001:db8::7]:80": "\x05\x01\x00" + "\x05\x01\x00\x04" +
+			"\x20\x01\x0d\xb8\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x07" + "\x00\x50",
 		"203.0.113.9:65535": "\x05\x01\x00" + "\x05\x01\x00\x01\xcb\x00\x71\x09\xff\xff",
 	} {
 		asked := make(chan string, 1)
 		more := make(chan string, 1)
-		p := startProxy(t, "127.0.0.1:0", socks("\x05\x00", len(want)-3, "\x05\x00\x00"+boundIPv4, asked, func(c *net.TCPConn) {
+		readAll := func(c *net.TCPConn) {
 			b, _ := io.ReadAll(c)
 			more <- string(b)
-		}))
+		}
+		handle := socks("\x05\x00", len(want)-3, "\x05\x00\x00"+boundIPv4, asked, readAll)
+		p := startProxy(t, "127.0.0.1:0", handle)
 		req := request
 		req.Destination = netip.MustParseAddrPort(destination)
 		conn, first, err := ask(t, p.Addr().String(), config.SOCKS5, req)
@@ -63,7 +67,7 @@ func TestSOCKS5Request(t *testing.T) {
 	}
 }
 
-func TestSOCKS5LosesNothingThatComesWithTheReply(t *testing.T) {
+func TestSOCKS5KeepsDataAfterTheReply(t *testing.T) {
 	t.Parallel()
 	for name, bound := range map[string]string{
 		"IPv4": boundIPv4, "IPv6": boundIPv6, "name": boundName, "an empty name": "\x03\x00\x1f\x90",
@@ -82,7 +86,7 @@ func TestSOCKS5LosesNothingThatComesWithTheReply(t *testing.T) {
 	}
 }
 
-func TestSOCKS5Replies(t *testing.T) {
+func TestSOCKS5RepliesAreClassified(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct {
 		name, method, reply string
@@ -104,13 +108,22 @@ func TestSOCKS5Replies(t *testing.T) {
 		{"a method that was not offered", "\x05\x02", "", hangUp, ErrMisconfigured, "0x2"},
 		{"SOCKS4", "\x04\x00", "", hangUp, ErrMisconfigured, "not SOCKS5"},
 		{"an HTTP proxy", "HTTP/1.1 400 Bad Request\r\n\r\n", "", hangUp, ErrMisconfigured, "not SOCKS5"},
-		{"another version in the reply", "\x05\x00", "\x04\x00\x00" + boundIPv4, hangUp, ErrMisconfigured, "not SOCKS5"},
-		{"an unknown type of address", "\x05\x00", "\x05\x00\x00\x02abcd\x00\x01", hangUp, ErrMisconfigured, "address type 2"},
+		{
+			"another version in the reply", "\x05\x00", "\x04\x00\x00" + boundIPv4, hangUp,
+			ErrMisconfigured, "not SOCKS5",
+		},
+		{
+			"an unknown type of address", "\x05\x00", "\x05\x00\x00\x02abcd\x00\x01", hangUp,
+			ErrMisconfigured, "address type 2",
+		},
 		{"closed before the method", "", "", hangUp, ErrLate, "ended before the answer"},
 		{"closed within the method", "\x05", "", hangUp, ErrLate, "ended before the answer"},
 		{"closed before the reply", "\x05\x00", "", hangUp, ErrLate, "ended before the answer"},
 		{"closed within the reply", "\x05\x00", "\x05\x00", hangUp, ErrLate, "ended before the answer"},
-		{"closed within the bound address", "\x05\x00", "\x05\x00\x00" + boundIPv6[:9], hangUp, ErrLate, "ended within the answer"},
+		{
+			"closed within the bound address", "\x05\x00", "\x05\x00\x00" + boundIPv6[:9], hangUp,
+			ErrLate, "ended within the answer",
+		},
 		{"closed before the bound name", "\x05\x00", "\x05\x00\x00\x03", hangUp, ErrLate, "ended within the answer"},
 		{"reset before the method", "", "", resetConn, ErrLate, "ended before the answer"},
 		{"reset before the reply", "\x05\x00", "", resetConn, ErrLate, "ended before the answer"},
@@ -119,7 +132,7 @@ func TestSOCKS5Replies(t *testing.T) {
 			t.Parallel()
 			n := 10
 			if len(tc.method) < 2 {
-				n = 0 // there will be no request
+				n = 0 // no request follows
 			}
 			p := startProxy(t, "127.0.0.1:0", socks(tc.method, n, tc.reply, nil, tc.then))
 			conn, _, err := ask(t, p.Addr().String(), config.SOCKS5, request)
@@ -128,7 +141,7 @@ func TestSOCKS5Replies(t *testing.T) {
 	}
 }
 
-func TestHalfClose(t *testing.T) {
+func TestHalfCloseDependsOnTheProtocol(t *testing.T) {
 	t.Parallel()
 	for protocol, want := range map[config.Protocol]bool{config.Connect: false, config.SOCKS5: true} {
 		if got := newUpstream("127.0.0.1:1", protocol).HalfClose(); got != want {
