@@ -174,7 +174,7 @@ func TestLateUpstreamLeavesConnectionsInTheQueue(t *testing.T) {
 	apps := make([]*net.TCPConn, 5)
 	for i := range apps {
 		apps[i] = s.dial(t, web)
-		send(t, apps[i], "early "+strconv.Itoa(i))
+		testbed.Send(t, apps[i], "early "+strconv.Itoa(i))
 	}
 	testbed.Eventually(t, "all wait in the accept queue", func() bool { return s.queued(t) == len(apps) })
 	if got := s.pod.Counts(); got != (sockdiag.Counts{}) {
@@ -187,7 +187,7 @@ func TestLateUpstreamLeavesConnectionsInTheQueue(t *testing.T) {
 		return http.StatusOK
 	})
 	for i, app := range apps {
-		checkReads(t, "the app", app, "early "+strconv.Itoa(i))
+		testbed.CheckReads(t, "the app", app, "early "+strconv.Itoa(i))
 		if got, want := <-asked, "CONNECT 192.0.2.7:443 for ci/web-0"; got != want {
 			t.Errorf("got request %q, want %q", got, want)
 		}
@@ -196,7 +196,7 @@ func TestLateUpstreamLeavesConnectionsInTheQueue(t *testing.T) {
 		t.Errorf("ready: got %+v, want %d open", got, len(apps))
 	}
 	for _, app := range apps {
-		shut(t, app)
+		testbed.CloseWrite(t, app)
 		_ = app.Close()
 	}
 	testbed.Eventually(t, "all have ended", func() bool { return s.pod.Counts().Open == 0 })
@@ -222,8 +222,8 @@ func TestFailedRequestIsRepeated(t *testing.T) {
 				return http.StatusOK
 			})
 			app := s.dial(t, web)
-			send(t, app, "not lost")
-			checkReads(t, "the app", app, "not lost")
+			testbed.Send(t, app, "not lost")
+			testbed.CheckReads(t, "the app", app, "not lost")
 		})
 	}
 }
@@ -272,10 +272,10 @@ func TestEndOfContextResetsOpenConnections(t *testing.T) {
 	s := serve(t)
 	s.proxy(t, ok)
 	app := s.dial(t, web)
-	send(t, app, "x")
-	checkReads(t, "the app", app, "x")
+	testbed.Send(t, app, "x")
+	testbed.CheckReads(t, "the app", app, "x")
 	s.cancel()
-	checkEnd(t, "the app", app, syscall.ECONNRESET)
+	testbed.CheckReadFails(t, "the app", app, syscall.ECONNRESET)
 	if err := s.gate.Close(); err != nil {
 		t.Errorf("Close: %v", err)
 	}
@@ -288,47 +288,18 @@ func TestOpenConnectionsOutliveTheGate(t *testing.T) {
 	s := serve(t)
 	s.proxy(t, ok)
 	app := s.dial(t, web)
-	send(t, app, "x")
-	checkReads(t, "the app", app, "x")
+	testbed.Send(t, app, "x")
+	testbed.CheckReads(t, "the app", app, "x")
 	if err := s.gate.Close(); err != nil {
 		t.Errorf("Close: %v", err)
 	}
 	if _, err := s.Dial(t.Context(), "tcp", web); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("dialling after Close: got %v, want it refused", err)
 	}
-	send(t, app, "still")
-	checkReads(t, "the app", app, "still")
-	shut(t, app)
-	checkEnd(t, "the app", app, io.EOF)
+	testbed.Send(t, app, "still")
+	testbed.CheckReads(t, "the app", app, "still")
+	testbed.CloseWrite(t, app)
+	testbed.CheckReadFails(t, "the app", app, io.EOF)
 	_ = app.Close()
 	<-s.done
-}
-
-func send(t *testing.T, c *net.TCPConn, s string) {
-	t.Helper()
-	if _, err := io.WriteString(c, s); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func shut(t *testing.T, c *net.TCPConn) {
-	t.Helper()
-	if err := c.CloseWrite(); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func checkReads(t *testing.T, who string, c *net.TCPConn, want string) {
-	t.Helper()
-	got := make([]byte, len(want))
-	if _, err := io.ReadFull(c, got); err != nil || string(got) != want {
-		t.Errorf("%s reads: got %q, %v; want %q", who, got, err, want)
-	}
-}
-
-func checkEnd(t *testing.T, who string, c *net.TCPConn, want error) {
-	t.Helper()
-	if n, err := c.Read(make([]byte, 1)); n > 0 || !errors.Is(err, want) {
-		t.Errorf("%s reads: got %d bytes, %v; want %v", who, n, err, want)
-	}
 }

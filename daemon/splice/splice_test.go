@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
-	"errors"
 	"io"
 	"math/rand/v2"
 	"net"
@@ -35,8 +34,8 @@ func joined(t *testing.T, first string, appState func() sockdiag.AppState) *ends
 	if appState == nil {
 		p.AppState = func() sockdiag.AppState { return sockdiag.AppUnknown }
 	}
-	e.app, p.App = pair(t)
-	e.up, p.Peer = pair(t)
+	e.app, p.App = testbed.ConnPair(t)
+	e.up, p.Peer = testbed.ConnPair(t)
 	var ctx context.Context
 	ctx, e.cancel = context.WithCancel(t.Context())
 	go func() {
@@ -53,79 +52,24 @@ func joined(t *testing.T, first string, appState func() sockdiag.AppState) *ends
 	return e
 }
 
-// pair is a TCP connection on loopback, by both its ends.
-func pair(t *testing.T) (far, near *net.TCPConn) {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close() //nolint:errcheck // of no more use
-	f, err := net.Dial("tcp", l.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	n, err := l.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, c := range []net.Conn{f, n} {
-		t.Cleanup(func() { _ = c.Close() })
-		if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
-			t.Fatal(err)
-		}
-	}
-	_ = n.SetDeadline(time.Time{})
-	return f.(*net.TCPConn), n.(*net.TCPConn)
-}
-
-func send(t *testing.T, c *net.TCPConn, s string) {
-	t.Helper()
-	if _, err := io.WriteString(c, s); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func shut(t *testing.T, c *net.TCPConn) {
-	t.Helper()
-	if err := c.CloseWrite(); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func checkReads(t *testing.T, who string, c *net.TCPConn, want string) {
-	t.Helper()
-	got := make([]byte, len(want))
-	if _, err := io.ReadFull(c, got); err != nil || string(got) != want {
-		t.Errorf("%s reads: got %q, %v; want %q", who, got, err, want)
-	}
-}
-
-func checkEnd(t *testing.T, who string, c *net.TCPConn, want error) {
-	t.Helper()
-	if n, err := c.Read(make([]byte, 1)); n > 0 || !errors.Is(err, want) {
-		t.Errorf("%s reads: got %d bytes, %v; want %v", who, n, err, want)
-	}
-}
-
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
 func TestJoinCarriesBothWays(t *testing.T) {
 	t.Parallel()
 	e := joined(t, "", nil)
 	for range 3 {
-		send(t, e.app, "question")
-		checkReads(t, "the upstream", e.up, "question")
-		send(t, e.up, "answer")
-		checkReads(t, "the app", e.app, "answer")
+		testbed.Send(t, e.app, "question")
+		testbed.CheckReads(t, "the upstream", e.up, "question")
+		testbed.Send(t, e.up, "answer")
+		testbed.CheckReads(t, "the app", e.app, "answer")
 	}
 }
 
 func TestJoinDeliversFirstBytesFirst(t *testing.T) {
 	t.Parallel()
 	e := joined(t, "said already, ", nil)
-	send(t, e.up, "said later")
-	checkReads(t, "the app", e.app, "said already, said later")
+	testbed.Send(t, e.up, "said later")
+	testbed.CheckReads(t, "the app", e.app, "said already, said later")
 }
 
 func TestJoinPassesOnEachHalfClose(t *testing.T) {
@@ -138,14 +82,14 @@ func TestJoinPassesOnEachHalfClose(t *testing.T) {
 			if upFirst {
 				first, second = second, first
 			}
-			send(t, first, "all")
-			shut(t, first)
-			checkReads(t, "the second", second, "all")
-			checkEnd(t, "the second", second, io.EOF)
-			send(t, second, "the other direction")
-			checkReads(t, "the first", first, "the other direction")
-			shut(t, second)
-			checkEnd(t, "the first", first, io.EOF)
+			testbed.Send(t, first, "all")
+			testbed.CloseWrite(t, first)
+			testbed.CheckReads(t, "the second", second, "all")
+			testbed.CheckReadFails(t, "the second", second, io.EOF)
+			testbed.Send(t, second, "the other direction")
+			testbed.CheckReads(t, "the first", first, "the other direction")
+			testbed.CloseWrite(t, second)
+			testbed.CheckReadFails(t, "the first", first, io.EOF)
 			<-e.done
 		})
 	}
@@ -193,10 +137,10 @@ func TestJoinPassesOnResets(t *testing.T) {
 				if upResets {
 					first, second = second, first
 				}
-				send(t, second, "x") // the data shows that Join has begun
-				checkReads(t, from, first, "x")
+				testbed.Send(t, second, "x") // the data shows that Join has begun
+				testbed.CheckReads(t, from, first, "x")
 				socket.Reset(first)
-				checkEnd(t, "the other end", second, syscall.ECONNRESET)
+				testbed.CheckReadFails(t, "the other end", second, syscall.ECONNRESET)
 				<-e.done
 			})
 		}
@@ -207,8 +151,8 @@ func TestJoinResetsBothWhenItsContextEnds(t *testing.T) {
 	t.Parallel()
 	e := joined(t, "", nil)
 	e.cancel()
-	checkEnd(t, "the app", e.app, syscall.ECONNRESET)
-	checkEnd(t, "the upstream", e.up, syscall.ECONNRESET)
+	testbed.CheckReadFails(t, "the app", e.app, syscall.ECONNRESET)
+	testbed.CheckReadFails(t, "the upstream", e.up, syscall.ECONNRESET)
 	<-e.done
 }
 
@@ -220,18 +164,18 @@ func TestJoinHoldsTheAppsFINBack(t *testing.T) {
 		calls.Add(1)
 		return sockdiag.AppOpen
 	})
-	send(t, e.app, "question")
-	shut(t, e.app)
-	checkReads(t, "the upstream", e.up, "question")
+	testbed.Send(t, e.app, "question")
+	testbed.CloseWrite(t, e.app)
+	testbed.CheckReads(t, "the upstream", e.up, "question")
 	testbed.Eventually(t, "the FIN is held back", func() bool { return calls.Load() >= 4 })
 	_ = e.up.SetReadDeadline(time.Now().Add(time.Millisecond))
-	checkEnd(t, "the upstream", e.up, os.ErrDeadlineExceeded)
+	testbed.CheckReadFails(t, "the upstream", e.up, os.ErrDeadlineExceeded)
 	_ = e.up.SetReadDeadline(time.Now().Add(time.Minute))
-	send(t, e.up, "slow answer")
-	checkReads(t, "the app", e.app, "slow answer")
-	shut(t, e.up)
-	checkEnd(t, "the app", e.app, io.EOF)
-	checkEnd(t, "the upstream", e.up, io.EOF)
+	testbed.Send(t, e.up, "slow answer")
+	testbed.CheckReads(t, "the app", e.app, "slow answer")
+	testbed.CloseWrite(t, e.up)
+	testbed.CheckReadFails(t, "the app", e.app, io.EOF)
+	testbed.CheckReadFails(t, "the upstream", e.up, io.EOF)
 	<-e.done
 }
 
@@ -239,10 +183,10 @@ func TestJoinHoldsTheAppsFINBack(t *testing.T) {
 func TestJoinPassesOnTheCloseOfTheApp(t *testing.T) {
 	t.Parallel()
 	e := joined(t, "", func() sockdiag.AppState { return sockdiag.AppClosed })
-	send(t, e.app, "bye")
+	testbed.Send(t, e.app, "bye")
 	_ = e.app.Close()
-	checkReads(t, "the upstream", e.up, "bye")
-	checkEnd(t, "the upstream", e.up, io.EOF)
+	testbed.CheckReads(t, "the upstream", e.up, "bye")
+	testbed.CheckReadFails(t, "the upstream", e.up, io.EOF)
 }
 
 // TestJoinNoticesALaterCloseOfTheApp: the app half-closes first, and closes while its FIN is held back.
@@ -251,22 +195,22 @@ func TestJoinNoticesALaterCloseOfTheApp(t *testing.T) {
 	var state atomic.Int32
 	state.Store(int32(sockdiag.AppOpen))
 	e := joined(t, "", func() sockdiag.AppState { return sockdiag.AppState(state.Load()) })
-	shut(t, e.app)
+	testbed.CloseWrite(t, e.app)
 	state.Store(int32(sockdiag.AppClosed))
-	checkEnd(t, "the upstream", e.up, io.EOF)
+	testbed.CheckReadFails(t, "the upstream", e.up, io.EOF)
 }
 
 func TestCountsOpenPairsAndBytes(t *testing.T) {
 	t.Parallel()
 	e := joined(t, "", nil)
-	send(t, e.app, "four")
-	checkReads(t, "the upstream", e.up, "four")
-	send(t, e.up, "three")
-	checkReads(t, "the app", e.app, "three")
+	testbed.Send(t, e.app, "four")
+	testbed.CheckReads(t, "the upstream", e.up, "four")
+	testbed.Send(t, e.up, "three")
+	testbed.CheckReads(t, "the app", e.app, "three")
 	want := sockdiag.Counts{Open: 1, Bytes: 9}
 	testbed.Eventually(t, "all bytes are acknowledged and counted", func() bool { return e.set.Counts() == want })
-	shut(t, e.app)
-	shut(t, e.up)
+	testbed.CloseWrite(t, e.app)
+	testbed.CloseWrite(t, e.up)
 	<-e.done
 	want.Open = 0
 	if got := e.set.Counts(); got != want {
