@@ -16,7 +16,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// queued is a pod whose connections to ports 81 to 83 of 10.0.0.5 wait at a gate. Only port 81 is open.
+// queued is a pod. Its connections to ports 81 to 83 of 10.0.0.5 wait at a gate. Only port 81 is open.
 type queued struct {
 	*testbed.Host
 	gate    *gate.Gate

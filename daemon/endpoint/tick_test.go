@@ -174,7 +174,7 @@ func TestExpiryGoesDirect(t *testing.T) {
 	}
 }
 
-// TestNoticeNamesUpstreamAndReason for the person who reads the event.
+// TestNoticeNamesUpstreamAndReason, because the notice becomes an event on the pod.
 func TestNoticeNamesUpstreamAndReason(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
