@@ -132,6 +132,7 @@ func (t *Transfer) receive() error {
 		return err
 	}
 	in := &rightsReader{conn: t.conn}
+	defer func() { unixsock.Close(in.take()) }() // those of a line that was cut off
 	buffered := bufio.NewReader(in)
 	resp, err := http.ReadResponse(buffered, nil)
 	if err != nil {

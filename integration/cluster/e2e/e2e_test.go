@@ -59,6 +59,7 @@ func TestSluice(t *testing.T) {
 	step(t, "the daemon's role grants the verbs that it needs, and no others", daemonRole)
 	step(t, "no record of a deleted pod remains", deletedPods)
 	step(t, "after uninstallation, the node's network configuration is the original one", uninstall)
+	step(t, "the commands in the documentation work as they are printed", documented)
 }
 
 // proxyIsLate creates pods on a node without a proxy, and then the proxy.
