@@ -16,7 +16,8 @@ func TestExcludeNode(t *testing.T) {
 	// The node connects to both from 127.0.0.1.
 	loopback := []netip.Addr{netip.MustParseAddr("127.0.0.7"), netip.MustParseAddr("127.0.0.8")}
 	want := []netip.Prefix{
-		netip.MustParsePrefix("10.0.0.1/32"), netip.MustParsePrefix("10.0.0.2/32"), netip.MustParsePrefix("127.0.0.1/32"),
+		netip.MustParsePrefix("10.0.0.1/32"), netip.MustParsePrefix("10.0.0.2/32"),
+		netip.MustParsePrefix("127.0.0.1/32"),
 	}
 	for name, tc := range map[string]struct {
 		r       ruleset.Ruleset

@@ -253,7 +253,8 @@ func FuzzAnnotate(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, name, value string) {
-		d, err := Decide(conf(), Facts{Annotations: map[string]string{attach.AnnotationPrefix + name: value}}, []string{"eth0"})
+		facts := Facts{Annotations: map[string]string{attach.AnnotationPrefix + name: value}}
+		d, err := Decide(conf(), facts, []string{"eth0"})
 		if err != nil {
 			if d.Capture || !strings.Contains(err.Error(), attach.AnnotationPrefix+name) {
 				t.Errorf("%q: %q: got %+v, %v", name, value, d, err)
@@ -295,7 +296,8 @@ func TestLabels(t *testing.T) {
 		{NamespaceLabels: map[string]string{Label: ""}},
 		{Labels: on, Annotations: map[string]string{attach.AnnotationPrefix + "quic": "maybe"}},
 	} {
-		if d, err := Decide(c, bad, []string{"eth0"}); err == nil || !strings.Contains(err.Error(), attach.AnnotationPrefix) {
+		d, err := Decide(c, bad, []string{"eth0"})
+		if err == nil || !strings.Contains(err.Error(), attach.AnnotationPrefix) {
 			t.Errorf("%+v: got %+v, %v; want an error that names the key", bad, d, err)
 		}
 	}
