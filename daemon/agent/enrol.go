@@ -26,7 +26,7 @@ func (a *Agent) enrol(ctx context.Context) {
 		case !optin.Wanted(p.Facts):
 		case p.HostNetwork:
 			a.events.report(p.Pod, true, reasonNotCaptured,
-				"the pod uses the host network, so its connections are the node's")
+				"the pod uses the host's network, so its connections are the node's")
 		case p.Facts.Upstream:
 			a.events.report(p.Pod, true, reasonNotCaptured,
 				"the pod runs the upstream: its connections would come back to it")

@@ -248,7 +248,7 @@ func TestPodsThatCannotBeCapturedGetAnEvent(t *testing.T) {
 		a.Reconsider(t.Context())
 	}
 	want := []string{
-		"ci/host true SluiceNotCaptured: the pod uses the host network, so its connections are the node's",
+		"ci/host true SluiceNotCaptured: the pod uses the host's network, so its connections are the node's",
 		"ci/proxy true SluiceNotCaptured: the pod runs the upstream: its connections would come back to it",
 	}
 	if diff := cmp.Diff(want, o.events); diff != "" {

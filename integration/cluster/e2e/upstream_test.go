@@ -34,7 +34,7 @@ func upstreamKinds(ctx context.Context, t *testing.T, c *envconf.Config) {
 		values  []string
 	}{
 		{
-			"pod app=mitmproxy of this node in mitmproxy, port 8080",
+			"pod with app=mitmproxy in namespace mitmproxy on this node, port 8080",
 			[]string{up + "protocol=connect", up + "port=8080"},
 		},
 		{
