@@ -32,7 +32,7 @@ func Loosen(line string) string {
 }
 
 // Matches tells whether an output is as the page shows it. Both are compared line by line, loosened and without empty
-// lines. A line "..." on the page stands for any number of lines.
+// lines. On the page a line "..." stands for any number of lines, and "..." at the end of a line for its rest.
 func Matches(shown, output []string) bool { return matches(loosen(shown), loosen(output)) }
 
 func loosen(lines []string) (loose []string) {
@@ -54,9 +54,15 @@ func matches(shown, output []string) bool {
 			}
 			return false
 		}
-		if i >= len(output) || line != output[i] {
+		if i >= len(output) || line != output[i] && !isBeginning(line, output[i]) {
 			return false
 		}
 	}
 	return len(shown) == len(output)
+}
+
+// isBeginning tells whether a line ends with "..." on the page, and the output begins as the line does.
+func isBeginning(line, output string) bool {
+	beginning, cut := strings.CutSuffix(line, "...")
+	return cut && strings.HasPrefix(output, beginning)
 }

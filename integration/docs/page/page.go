@@ -132,11 +132,44 @@ func (p Page) Rows(tb TB, heading, column string) []Row {
 	return rows
 }
 
+// Headings returns the headings of the page, without their level.
+func (p Page) Headings() (headings []string) {
+	fenced := false
+	for _, line := range p.lines {
+		fenced = fenced != strings.HasPrefix(strings.TrimSpace(line), fence)
+		if level := strings.TrimLeft(line, "#"); !fenced && level != line {
+			headings = append(headings, strings.TrimSpace(level))
+		}
+	}
+	return headings
+}
+
+var (
+	notAnchor = regexp.MustCompile(`[^\p{L}\p{N} _-]`)
+	link      = regexp.MustCompile(`\]\(([^)]+)\)`)
+)
+
+// Anchors returns the anchors of the headings, as GitHub makes them.
+func (p Page) Anchors() (anchors []string) {
+	for _, h := range p.Headings() {
+		anchors = append(anchors, strings.ReplaceAll(notAnchor.ReplaceAllString(strings.ToLower(h), ""), " ", "-"))
+	}
+	return anchors
+}
+
+// Links returns the targets of all links.
+func (p Page) Links() (links []string) {
+	for _, m := range link.FindAllStringSubmatch(strings.Join(p.lines, "\n"), -1) {
+		links = append(links, m[1])
+	}
+	return links
+}
+
 // section returns the lines from a heading to the next one of any level, outside of code blocks.
 func (p Page) section(heading string) (lines []string) {
 	inside, fenced := false, false
 	for _, line := range p.lines {
-		fenced = fenced != strings.HasPrefix(line, fence)
+		fenced = fenced != strings.HasPrefix(strings.TrimSpace(line), fence)
 		if level := strings.TrimLeft(line, "#"); !fenced && level != line {
 			inside = strings.TrimSpace(level) == heading
 			continue

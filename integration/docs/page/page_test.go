@@ -125,6 +125,8 @@ func TestMatches(t *testing.T) {
 		{"a\n...\nc", "a\nb\nb\nc", true},
 		{"a\n...\nd", "a\nb\nc", false},
 		{"...\na", "b\na", true},
+		{"a: ...", "a: b", true},
+		{"a: ...", "b: b", false},
 	} {
 		if got := Matches(strings.Split(tc.shown, "\n"), strings.Split(tc.output, "\n")); got != tc.want {
 			t.Errorf("%q, %q: got %v", tc.shown, tc.output, got)

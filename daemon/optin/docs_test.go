@@ -1,0 +1,28 @@
+package optin
+
+import (
+	"maps"
+	"slices"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/docs/page"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// TestDocumentedLabels compares the table of labels with the label that Decide reads.
+func TestDocumentedLabels(t *testing.T) {
+	t.Parallel()
+	rows := page.Read(t, page.Configuration).Table(t, "Labels", "label")
+	page.Compare(t, "labels", rows, []string{Label})
+}
+
+// TestDocumentedAnnotations compares the table of annotations with those that Decide reads.
+func TestDocumentedAnnotations(t *testing.T) {
+	t.Parallel()
+	var known []string
+	for name := range maps.Keys(annotations) {
+		known = append(known, attach.AnnotationPrefix+name)
+	}
+	slices.Sort(known)
+	page.Compare(t, "annotations", page.Read(t, page.Configuration).Table(t, "Annotations", "annotation"), known)
+}
