@@ -52,7 +52,8 @@ func compareFlags(t *testing.T, c *cobra.Command, rows map[string]page.Row) {
 		}
 		flags = append(flags, name)
 		if row := rows[name]; row != nil && page.Code(row["default"]) != f.DefValue {
-			t.Errorf("%s %s: the page has the default %s, the code %q", c.CommandPath(), name, row["default"], f.DefValue)
+			t.Errorf("%s %s: the page has the default %s, the code %q",
+				c.CommandPath(), name, row["default"], f.DefValue)
 		}
 	})
 	page.Compare(t, "flags of "+c.CommandPath(), rows, flags)
@@ -70,9 +71,9 @@ func fields(path string, of reflect.Type) []string {
 	switch {
 	case of.Kind() == reflect.Struct && of.PkgPath() == reflect.TypeFor[attach.Status]().PkgPath():
 		var all []string
-		for i := range of.NumField() {
-			name, _, _ := strings.Cut(of.Field(i).Tag.Get("json"), ",")
-			all = append(all, fields(strings.TrimPrefix(path+"."+name, "."), of.Field(i).Type)...)
+		for f := range of.Fields() {
+			name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+			all = append(all, fields(strings.TrimPrefix(path+"."+name, "."), f.Type)...)
 		}
 		return all
 	case of.Kind() == reflect.Slice && of.Elem().Kind() == reflect.Struct:

@@ -47,7 +47,8 @@ func TestDocumentedDefaults(t *testing.T) {
 				t.Errorf("%s is required by the page, but without it the error is %v", key, err)
 			}
 		case row["default"] == "none":
-			if !strings.HasPrefix(key, "upstream.") || !reflect.DeepEqual(without.Upstream, Upstream{Protocol: Sockets}) {
+			zero := Upstream{Protocol: Sockets}
+			if !strings.HasPrefix(key, "upstream.") || !reflect.DeepEqual(without.Upstream, zero) {
 				t.Errorf("%s has a default", key)
 			}
 		case value == "":

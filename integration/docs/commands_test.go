@@ -14,7 +14,7 @@ import (
 // The runners of console blocks, as the comment before a block names them.
 const (
 	runNode     = "node"      // in a sandbox, with a proxy
-	runNodeLate = "node late" // in a sandbox whose proxy is late
+	runNodeLate = "node late" // in a sandbox with a late proxy
 	runCluster  = "cluster"   // by the end-to-end tests
 	runMake     = "make"      // targets of the Makefile; only their existence is checked
 )
@@ -25,8 +25,8 @@ func TestRunners(t *testing.T) {
 	for _, path := range page.All(t) {
 		for _, b := range page.Read(t, path).Blocks("console") {
 			if !slices.Contains([]string{runNode, runNodeLate, runCluster, runMake}, b.Runner) {
-				t.Errorf("%s:%d: the console block has the runner %q; write <!-- run: node -->, node late, cluster or make "+
-					"before it", path, b.Line, b.Runner)
+				t.Errorf("%s:%d: the console block has the runner %q; write before it <!-- run: node -->, "+
+					"or node late, cluster or make in place of node", path, b.Line, b.Runner)
 			}
 			if commands, stray := b.Commands(); len(commands) == 0 || len(stray) > 0 {
 				t.Errorf("%s:%d: the console block has to begin with a prompt, \"$ \" or \"# \"", path, b.Line)

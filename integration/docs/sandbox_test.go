@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"sigs.k8s.io/yaml"
+
 	"github.com/sluice-cni/sluice/integration/docs/page"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
@@ -19,12 +21,9 @@ import (
 // commandTimeout bounds one command of a page.
 const commandTimeout = 90 * time.Second
 
-// configFile is /etc/sluice/config.yaml of a sandbox. Every other key has its default.
-const configFile = "upstream: {address: " + testbed.ProxyAddress + "}\ncapture: {source: all}\n"
-
-// sandbox is a node for the commands of one page: with the daemon, the plugin in the network configuration, a proxy, and
-// the captured pod default/web. Commands run in the node's netns, and in a mount and a PID namespace of the sandbox, so
-// that the daemon's default paths lead to the node's files, and that no file and no process of the machine is changed.
+// sandbox is a node for the commands of one page: with the daemon, the plugin in the network configuration, a proxy,
+// and the captured pod default/web. Commands run in the node's netns, and in a mount and a PID namespace of the
+// sandbox: the daemon's default paths lead to the node's files, and no file and no process of the machine is changed.
 type sandbox struct {
 	tb     *testing.T
 	node   *testbed.Node
@@ -34,11 +33,11 @@ type sandbox struct {
 	dir    string           // the working directory of commands
 }
 
-// setup makes the sandbox's view of the file system. Directories to which commands may write are overlays whose upper
-// directories are in a tmpfs. The repository is the working directory, with the built binaries in bin/.
+// setup makes the sandbox's view of the file system. Directories to which commands may write are overlays, with upper
+// directories in a tmpfs. The repository is the working directory, with the built binaries in bin/.
 //
 // $1: an empty directory, $2: the file that says that all is done, $3: the repository, $4: the binaries, $5: node.Dir,
-// $6: the configuration file
+// $6: the text of /etc/sluice/config.yaml, which has the paths of the running daemon
 const setup = `
 mount -t tmpfs tmpfs "$1"
 mkdir "$1/netns" "$1/upper" "$1/work" "$1/repository"
@@ -75,9 +74,13 @@ func newSandbox(t *testing.T) *sandbox {
 	testbed.Eventually(t, "the plugin is installed", func() bool { return s.daemon.Status().NotReady == "" })
 	s.node.AddPod("web")
 
+	config, err := yaml.Marshal(s.node.Config)
+	if err != nil {
+		t.Fatalf("the configuration of the sandbox: %v", err)
+	}
 	root, ready := t.TempDir(), filepath.Join(t.TempDir(), "ready")
 	holder := testbed.Launch(s.node.Host, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
-		"--propagation", "slave", "sh", "-euc", setup, "sh", root, ready, page.Root(t), bin, s.node.Dir, configFile)
+		"--propagation", "slave", "sh", "-euc", setup, "sh", root, ready, page.Root(t), bin, s.node.Dir, string(config))
 	testbed.Eventually(t, "the sandbox is set up", func() bool {
 		if holder.Ended() {
 			t.Fatalf("setting up the sandbox: %s", holder.Log())
@@ -134,4 +137,38 @@ func (s *sandbox) run(command string) ([]string, error) {
 	}
 	text, rerr := os.ReadFile(out.Name())
 	return strings.Split(string(text), "\n"), errors.Join(err, rerr)
+}
+
+// TestSandbox: commands see the node, with the daemon's default paths, and change nothing outside.
+func TestSandbox(t *testing.T) {
+	t.Parallel()
+	s := newSandbox(t)
+	for command, want := range map[string]string{
+		"sluiced install": "already installed",
+		"ip -o addr show cni0 | grep -c 10.88.0.1/": "1",
+		"pgrep --count sluiced || true":             "0",
+		"sleep 1000 & echo started":                 "started",
+		"echo $((1 + 1)); false; echo not reached":  "2",
+		"test -e go.mod; ls bin/sluiced":            "bin/sluiced",
+	} {
+		got, err := s.run(command)
+		if failed := err != nil; failed != strings.Contains(command, "false;") || strings.Join(got, "\n") != want+"\n" {
+			t.Errorf("%s: got %q, %v; want %q", command, got, err, want)
+		}
+	}
+	const name = "sluice-sandbox-test"
+	dirs := []string{"/etc", "/opt", "/root", "/run", "/usr/local/bin", "/var/lib"}
+	for _, dir := range dirs {
+		if _, err := s.run("touch " + filepath.Join(dir, name)); err != nil {
+			t.Errorf("writing to %s: %v", dir, err)
+		}
+	}
+	if _, err := s.run("touch " + name); err != nil {
+		t.Errorf("writing to the working directory: %v", err)
+	}
+	for _, dir := range append(dirs, page.Root(t)) {
+		if _, err := os.Lstat(filepath.Join(dir, name)); err == nil {
+			t.Errorf("a command has written to the machine's %s", dir)
+		}
+	}
 }

@@ -1,4 +1,4 @@
-// Package docs tests the documentation: that its tables name what the code names, and that its commands run.
+// Package docs tests the documentation: that its tables have the names that the code has, and that its commands run.
 package docs
 
 import (
@@ -19,8 +19,8 @@ type source struct {
 	file *ast.File
 }
 
-// sources parses the Go files of the directories, which are relative to the repository's root, in whatever packages they
-// are.
+// sources parses the Go files of the directories, which are relative to the repository's root, and of all directories
+// below them.
 func sources(tb page.TB, dirs ...string) []source {
 	tb.Helper()
 	var all []source
@@ -74,7 +74,7 @@ func calls(files []source, visit func(f source, receiver ast.Expr, name string, 
 	}
 }
 
-// logKeys returns the keys of the attributes in log calls. An attribute whose key is not a literal is reported.
+// logKeys returns the keys of the attributes in log calls. A key that is not a literal is reported.
 func logKeys(tb page.TB, files []source) (keys []string) {
 	tb.Helper()
 	// The number of arguments before the attributes.
@@ -109,8 +109,8 @@ func logKeys(tb page.TB, files []source) (keys []string) {
 	return keys
 }
 
-// warnings returns the messages of the log calls of the levels WARN and ERROR, and of those whose level varies, with
-// their levels.
+// warnings returns the messages of the log calls of the levels WARN and ERROR, and of the calls with a
+// variable level, with their levels.
 func warnings(files []source) map[string]string {
 	messages := map[string]string{}
 	calls(files, func(_ source, receiver ast.Expr, name string, args []ast.Expr) {

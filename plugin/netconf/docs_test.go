@@ -46,7 +46,11 @@ func TestDocumentedDefaults(t *testing.T) {
 func TestDocumentedExample(t *testing.T) {
 	t.Parallel()
 	p := page.Read(t, page.Configuration)
-	for _, b := range p.Blocks("json") {
+	blocks := p.Blocks("json")
+	if len(blocks) == 0 {
+		t.Fatal("the page has no example of the conflist")
+	}
+	for _, b := range blocks {
 		var list struct{ Plugins []json.RawMessage }
 		if err := json.Unmarshal([]byte(b.Text()), &list); err != nil || len(list.Plugins) == 0 {
 			t.Fatalf("line %d is not a conflist: %v", b.Line, err)
@@ -63,7 +67,5 @@ func TestDocumentedExample(t *testing.T) {
 				t.Errorf("line %d: %s is %s, want its default %s", b.Line, key, got, want)
 			}
 		}
-		return
 	}
-	t.Fatal("the page has no example of the conflist")
 }

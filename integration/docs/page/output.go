@@ -11,7 +11,7 @@ var loosenings = []struct {
 	with    string
 }{
 	// An attachment, such as cnitool-1127/eth0. The table of sluiced status cuts the container ID to 12 characters.
-	{regexp.MustCompile(`[a-zA-Z0-9_.-]*[0-9][a-zA-Z0-9_.-]*/(eth\d+)`), "ID/$1"},
+	{regexp.MustCompile(`[a-zA-Z0-9_.-]*\d[a-zA-Z0-9_.-]*/(eth\d+)`), "ID/$1"},
 	// Times, such as 2026-01-02T15:04:05.123456789+01:00.
 	{regexp.MustCompile(`\d{4}-\d\d-\d\dT[0-9:.]+(Z|[+-]\d\d:\d\d)`), "TIME"},
 	// Durations, such as 2.3s, 1m0s or 15ms.

@@ -85,8 +85,8 @@ func Parse(path, text string) Page { return Page{path, strings.Split(text, "\n")
 // Row is a row of a table: its cells by the heading of their column.
 type Row map[string]string
 
-// Table returns the rows of the table under the heading whose first column has that heading, by the names in that column
-// without their backquotes. A name that appears twice is an error, and so is a table that does not exist.
+// Table returns the rows of a table under the heading: of the one with that first column. Their keys are the names in
+// the first column, without backquotes. A name that appears twice is an error, and so is a table that does not exist.
 func (p Page) Table(tb TB, heading, column string) map[string]Row {
 	tb.Helper()
 	rows := map[string]Row{}

@@ -48,7 +48,7 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// failures counts what a test would report.
+// failures counts the errors that a test would report.
 type failures struct {
 	testing.TB
 	errors int
@@ -116,7 +116,7 @@ func TestMatches(t *testing.T) {
 	}{
 		{"ready for 2.3s", "ready for 1m12s", true},
 		{"ready for 2.3s", "LATE for 2.3s", false},
-		{"default/web  cnitool-1127/eth0  captured  2  0  0", "default/web  sluice-2-3-w/eth0 captured 17 1 1.2k\n", true},
+		{"default/web  cnitool-1127/eth0  captured  2  0", "default/web sluice-2-3-w/eth0 captured 17 1.2k\n", true},
 		{"dial tcp 127.0.0.1:18080", "dial tcp 127.0.0.1:1", true},
 		{"4f2a9c01d5e7", "deadbeef0123", true},
 		{"a\nb", "a", false},
