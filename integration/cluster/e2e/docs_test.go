@@ -9,10 +9,12 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/e2e-framework/klient/k8s/resources"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
@@ -39,8 +41,8 @@ func documented(ctx context.Context, t *testing.T, c *envconf.Config) {
 					t.Errorf("%s: the output of the commands does not contain %q:\n%s", page, want, out)
 				}
 			}
-			must(t, client(c).Delete(ctx, newPod("web", "default", nil, "", "")))
 		}
+		deleteDocumentedPod(ctx, t, c)
 	}
 	text, err := inPod(ctx, c, namespace, "node", "sh", "-c", "cat /cni/*.conflist")
 	must(t, err)
@@ -50,6 +52,18 @@ func documented(ctx context.Context, t *testing.T, c *envconf.Config) {
 	for _, ns := range []string{system, proxies, "ci"} {
 		must(t, deleteNamespace(ctx, c, ns))
 	}
+}
+
+// deleteDocumentedPod deletes the pod that pages create, and waits until it has gone.
+func deleteDocumentedPod(ctx context.Context, t *testing.T, c *envconf.Config) {
+	t.Helper()
+	pod := newPod("web", "default", nil, "", "")
+	if err := client(c).Delete(ctx, pod, resources.WithGracePeriod(0)); !apierrors.IsNotFound(err) {
+		must(t, err)
+	}
+	waitFor(ctx, t, "the pod of the page has gone", func() (bool, error) {
+		return apierrors.IsNotFound(client(c).Get(ctx, pod.Name, pod.Namespace, pod)), nil
+	})
 }
 
 // removeAll removes sluice and the proxy from the cluster, and waits until they have gone.
@@ -97,6 +111,8 @@ func clusterCommands(t *testing.T, page string) string {
 // and requests go to the tests' server.
 func runOnCluster(ctx context.Context, t *testing.T, page, commands, server string) string {
 	t.Helper()
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Minute)
+	defer cancel()
 	dir := t.TempDir()
 	must(t, copyDeployed(dir))
 	bin, err := filepath.Abs("../../../bin")
@@ -134,6 +150,7 @@ func copyDeployed(dir string) error {
 		if err != nil {
 			return err
 		}
-		return os.WriteFile(to, []byte(images.Replace(string(text))), info.Mode())
+		version := strings.NewReplacer("appVersion: 0.1.0", "appVersion: e2e") // the tag of the chart's image
+		return os.WriteFile(to, []byte(version.Replace(images.Replace(string(text)))), info.Mode())
 	})
 }
