@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"testing"
@@ -29,6 +30,7 @@ type sandbox struct {
 	node   *testbed.Node
 	daemon *testbed.Daemon
 	proxy  *testbed.Program // nil while the proxy is late
+	holder *testbed.Program // it holds the namespaces, and ends every process in them when it is killed
 	pid    int              // of a process in the namespaces
 	dir    string           // the working directory of commands
 }
@@ -64,7 +66,7 @@ exec sleep infinity
 
 func newSandbox(t *testing.T) *sandbox {
 	t.Helper()
-	bin := binaries(t)
+	bin := testbed.Binaries(t)
 	s := &sandbox{tb: t, node: testbed.NewNode(t, bin)}
 	s.node.Config["stateDir"] = s.node.Dir
 	s.node.Config["metricsAddress"] = "127.0.0.1:15090"
@@ -79,23 +81,23 @@ func newSandbox(t *testing.T) *sandbox {
 		t.Fatalf("the configuration of the sandbox: %v", err)
 	}
 	root, ready := t.TempDir(), filepath.Join(t.TempDir(), "ready")
-	holder := testbed.Launch(s.node.Host, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
+	s.holder = testbed.Launch(s.node.Host, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
 		"--propagation", "slave", "sh", "-euc", setup, "sh", root, ready, page.Root(t), bin, s.node.Dir, string(config))
 	testbed.Eventually(t, "the sandbox is set up", func() bool {
-		if holder.Ended() {
-			t.Fatalf("setting up the sandbox: %s", holder.Log())
+		if s.holder.Ended() {
+			t.Fatalf("setting up the sandbox: %s", s.holder.Log())
 		}
 		_, err := os.Stat(ready)
 		return err == nil
 	})
-	child, err := exec.Command("pgrep", "--parent", strconv.Itoa(holder.Pid())).Output()
+	child, err := exec.Command("pgrep", "--parent", strconv.Itoa(s.holder.Pid())).Output()
 	if err != nil {
 		t.Fatalf("finding the sandbox's process: %v", err)
 	}
 	if s.pid, err = strconv.Atoi(strings.TrimSpace(string(child))); err != nil {
 		t.Fatalf("finding the sandbox's process: %v", err)
 	}
-	t.Cleanup(holder.Kill) // before the directories that it holds are removed
+	t.Cleanup(s.holder.Kill) // before the directories that it holds are removed
 	s.dir = filepath.Join(root, "repository")
 	return s
 }
@@ -105,7 +107,7 @@ func (s *sandbox) setProxy(ready bool) {
 	s.tb.Helper()
 	switch {
 	case ready && s.proxy == nil:
-		s.proxy = testbed.Launch(s.node.Host, filepath.Join(binaries(s.tb), "connectproxy"),
+		s.proxy = testbed.Launch(s.node.Host, filepath.Join(testbed.Binaries(s.tb), "connectproxy"),
 			"-listen", testbed.ProxyAddress)
 	case !ready && s.proxy != nil:
 		s.proxy.Kill()
@@ -117,8 +119,15 @@ func (s *sandbox) setProxy(ready bool) {
 	})
 }
 
-// run runs a command by sh -euc, and returns the lines that it prints.
+// foreground matches a command that runs the daemon, which does not end. The reader goes on in another terminal.
+var foreground = regexp.MustCompile(`(^|&& )sluiced run\b[^&]*$`)
+
+// run runs a command by sh -euc, and returns the lines that it prints. A daemon goes on running.
 func (s *sandbox) run(command string) ([]string, error) {
+	if foreground.MatchString(command) {
+		s.runDaemon(command)
+		return nil, nil
+	}
 	// A file, because a process that the command leaves in the background keeps a pipe open.
 	out, err := os.Create(filepath.Join(s.tb.TempDir(), "output"))
 	if err != nil {
@@ -127,8 +136,7 @@ func (s *sandbox) run(command string) ([]string, error) {
 	defer out.Close() //nolint:errcheck // it is read by its name
 	ctx, cancel := context.WithTimeout(s.tb.Context(), commandTimeout)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, "nsenter", "--target", strconv.Itoa(s.pid), "--mount", "--pid", "--net",
-		"sh", "-c", `cd "$1" && PATH=$PWD/bin:$PATH exec sh -euc "$2"`, "sh", s.dir, command)
+	cmd := exec.CommandContext(ctx, "nsenter", s.args(command)...)
 	cmd.Stdout, cmd.Stderr = out, out
 	cmd.Env = append(os.Environ(), "HOME=/root", "GORACE=atexit_sleep_ms=0")
 	err = cmd.Run()
@@ -137,6 +145,29 @@ func (s *sandbox) run(command string) ([]string, error) {
 	}
 	text, rerr := os.ReadFile(out.Name())
 	return strings.Split(string(text), "\n"), errors.Join(err, rerr)
+}
+
+// args are the arguments of nsenter for a command.
+func (s *sandbox) args(command string) []string {
+	return []string{
+		"--target", strconv.Itoa(s.pid), "--mount", "--pid", "--net",
+		"sh", "-c", `cd "$1" && PATH=$PWD/bin:$PATH exec sh -euc "$2"`, "sh", s.dir, command,
+	}
+}
+
+// runDaemon runs a command that starts a daemon, and waits until that daemon is ready. It takes over from the daemon
+// that ran before, and ends with the sandbox.
+func (s *sandbox) runDaemon(command string) {
+	s.tb.Helper()
+	p := testbed.Launch(s.node.Host, "nsenter", s.args(command)...)
+	// Before the end of p is waited for: the daemon is a child of nsenter, and ends with the PID namespace alone.
+	s.tb.Cleanup(s.holder.Kill)
+	testbed.Eventually(s.tb, command+": the daemon is ready", func() bool {
+		if p.Ended() {
+			s.tb.Fatalf("%s: it ended: %s", command, p.Log())
+		}
+		return strings.Contains(p.Log(), "sluiced is up") && s.daemon.Status().NotReady == ""
+	})
 }
 
 // TestSandbox: commands see the node, with the daemon's default paths, and change nothing outside.
@@ -155,6 +186,14 @@ func TestSandbox(t *testing.T) {
 		if failed := err != nil; failed != strings.Contains(command, "false;") || strings.Join(got, "\n") != want+"\n" {
 			t.Errorf("%s: got %q, %v; want %q", command, got, err, want)
 		}
+	}
+	for range 2 {
+		if _, err := s.run("sluiced run --install"); err != nil {
+			t.Errorf("running the daemon: %v", err)
+		}
+	}
+	if _, err := s.run("sluiced wait --timeout 10s"); err != nil {
+		t.Errorf("after the start of another daemon: %v", err)
 	}
 	const name = "sluice-sandbox-test"
 	dirs := []string{"/etc", "/opt", "/root", "/run", "/usr/local/bin", "/var/lib"}
