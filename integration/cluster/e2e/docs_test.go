@@ -38,7 +38,7 @@ func documented(ctx context.Context, t *testing.T, c *envconf.Config) {
 		if page == readme {
 			for _, want := range []string{"hello", "GET " + urls(ctx, t, c)[0]} { // the pod's log, and the proxy's
 				if !strings.Contains(out, want) {
-					t.Errorf("%s: the output of the commands does not contain %q:\n%s", page, want, out)
+					t.Errorf("%s: the output of the commands does not contain %q", page, want)
 				}
 			}
 		}
@@ -129,6 +129,7 @@ func runOnCluster(ctx context.Context, t *testing.T, page, commands, server stri
 	if err != nil {
 		t.Fatalf("%s: the commands fail: %v\n%s", page, err, out)
 	}
+	t.Logf("%s:\n%s", page, out)
 	return string(out)
 }
 
