@@ -34,7 +34,7 @@ func runCommand() *cobra.Command {
 		Short: "Run the daemon",
 		Long: `run serves the plugin, opens listeners in the network namespaces of captured pods, and relays their
 connections to the proxy (the upstream), until it gets SIGINT or SIGTERM. If another sluiced runs with the same
-agent socket, it takes over that daemon's listeners, and no connection is lost.
+agent socket, it takes over that daemon's listeners, with the connections that wait in them.
 
 It needs root, the host's network namespace, and a view of the network namespaces of pods. The configuration file
 must have upstream.address (or upstream.podSelector, upstream.service, or the protocol sockets) and capture.source.`,
@@ -138,7 +138,7 @@ func (d daemon) run(ctx context.Context) error {
 		err := p.agent.Run(ctx)
 		stopRelaying()
 		if _, ok := os.LookupEnv("KUBERNETES_SERVICE_HOST"); ok && ctx.Err() == nil {
-			<-ctx.Done() // kubelet would restart the container, to take over from its successor
+			<-ctx.Done() // if this process ended, kubelet would restart it, and it would take over from its successor
 		}
 		if err == nil {
 			err = errEnded
@@ -171,7 +171,7 @@ func (d daemon) build() (p parts, err error) {
 		}
 		labels = p.node.Labels
 	}
-	// There is a hub even where sluiced relays: proxies that hold listeners of a daemon that did not are to close them.
+	// There is a hub even where sluiced relays: a proxy may hold listeners of an earlier daemon, and has to close them.
 	p.hub = proxies.New(d.conf.ProxySocket, nodeName(), labels, d.log)
 	status, accept, proxyReturn := d.upstream(&p)
 	table := endpoint.NewTable(accept, d.log)

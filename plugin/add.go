@@ -134,7 +134,7 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 	var refused *attach.RefusedError
 	switch {
 	case err == nil:
-		a.record.State = stateOf(d)
+		a.record.State = d.State()
 		return d, nil
 	case errors.As(err, &refused) && refused.Final:
 		return d, types.NewError(codeRefused, fmt.Sprintf("attaching %s: %s", at, refused), "")
@@ -153,17 +153,6 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 		}
 	}
 	return attach.Decision{Capture: true, Ruleset: &r}, nil
-}
-
-func stateOf(d attach.Decision) attach.State {
-	switch {
-	case d.Provisional:
-		return attach.Provisional
-	case d.Capture:
-		return attach.Captured
-	default:
-		return attach.Passed
-	}
 }
 
 // carryOut installs the ruleset, then writes the record: a record never claims rules that are not installed.

@@ -81,7 +81,10 @@ func (a *Agent) Run(ctx context.Context) error {
 		a.Reconcile(ctx)
 		select {
 		case now := <-reconcile.C:
-			a.tick(now)
+			_ = a.tenure.Do(func() error { // not while the gates are handed over
+				a.tick(now)
+				return nil
+			})
 		case <-reconsider.C:
 			a.Reconsider(ctx)
 		case <-a.orchestrator.Changed():

@@ -31,7 +31,7 @@ func (a *Agent) attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 			Message: err.Error(), Final: errors.Is(err, attach.ErrNetnsGone),
 		}
 	}
-	e := a.table.EnterFor(at.ID, id)
+	e := a.enter(at.ID, id)
 	defer e.Leave()
 	d, err := a.settler.decision(ctx, e, at, true)
 	if errors.Is(err, optin.ErrUnknown) {
@@ -42,13 +42,21 @@ func (a *Agent) attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 		a.log.Warn("attachment refused", "attachment", at.String(), "err", err)
 		return attach.Decision{}, &attach.RefusedError{Message: err.Error(), Final: true}
 	}
-	if err := e.Attach(attach.Record{Attachment: at, NetnsID: id, State: stateOf(d)}, d); err != nil {
+	if err := e.Attach(attach.Record{Attachment: at, NetnsID: id, State: d.State()}, d); err != nil {
 		a.log.Error("attachment refused: its gate cannot be opened", "attachment", at.String(), "err", err)
 		return attach.Decision{}, &attach.RefusedError{Message: err.Error()}
 	}
-	a.log.Info("attachment decided", "attachment", at.String(), "state", string(stateOf(d)), "reason", d.Reason)
+	a.log.Info("attachment decided", "attachment", at.String(), "state", string(d.State()), "reason", d.Reason)
 	a.events.changed(at.Pod, "", d)
 	return d, nil
+}
+
+// enter enters the endpoint of a netns for an attachment. An attachment that was in another netns is removed from there.
+func (a *Agent) enter(id attach.ID, netns attach.NetnsID) *endpoint.Endpoint {
+	if e := a.table.Find(id); e != nil && e.ID != netns {
+		a.forget(id)
+	}
+	return a.table.Enter(netns)
 }
 
 // attachProvisionally captures a pod whose labels are not known yet. It opens no gate, because the waiting connections

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -77,19 +76,21 @@ func findNetns(pods []optin.Running) ([]attach.Attachment, error) {
 	var errs []error
 	for _, entry := range entries {
 		path := filepath.Join(netnsDir, entry.Name())
-		interfaces, err := netns.Addresses(path)
+		addresses, err := netns.Addresses(path)
 		if err != nil {
 			errs = append(errs, err)
 			continue
 		}
 		for _, p := range pods {
-			i := slices.IndexFunc(p.IPs, func(ip netip.Addr) bool { return interfaces[ip] != "" })
+			i := slices.IndexFunc(addresses, func(a netns.Address) bool {
+				return !a.Loopback && slices.Contains(p.IPs, a.Addr)
+			})
 			if i < 0 {
 				continue
 			}
 			found = append(found, attach.Attachment{
 				// No runtime knows this ID, so no DEL names it. The attachment goes with the netns.
-				ID:    attach.ID{ContainerID: p.Pod.UID, IfName: interfaces[p.IPs[i]]},
+				ID:    attach.ID{ContainerID: p.Pod.UID, IfName: addresses[i].Interface},
 				Netns: path, Pod: p.Pod, IPs: p.IPs,
 			})
 		}

@@ -10,17 +10,17 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// scope says how much a reconciliation does with a record that was settled before.
+// scope says whether a reconciliation settles a record again that was settled before.
 type scope bool
 
 const (
-	gatesOnly  scope = false // its gate is opened
-	everything scope = true  // and its rules are brought in line with the orchestrator
+	gatesOnly  scope = false // no: only its gate is opened
+	everything scope = true  // yes: its rules are brought in line with the orchestrator too
 )
 
 // Reconcile reads new records, settles provisional ones, and removes the attachments whose netns is gone.
 func (a *Agent) Reconcile(ctx context.Context) {
-	a.yieldIfReplaced() // first: nothing is to be taken from the other daemon
+	a.yieldIfReplaced() // first: if another daemon runs, it owns the endpoints
 	_ = a.tenure.Do(func() error {
 		a.reconcile(ctx, everything)
 		return nil
@@ -32,7 +32,7 @@ func (a *Agent) reconcile(ctx context.Context, s scope) {
 	a.closeUnused(ctx)
 	records, rerr := a.records.read()
 	if err := errors.Join(err, rerr); err != nil {
-		a.log.Error("attachment records cannot be kept", "err", err)
+		a.log.Error("attachment records cannot be read or removed", "err", err)
 	}
 	for _, r := range records {
 		err := a.takeUp(ctx, r, s)
@@ -45,17 +45,17 @@ func (a *Agent) reconcile(ctx context.Context, s scope) {
 
 // recordTrouble records, and logs once, why an attachment is not in line.
 func (a *Agent) recordTrouble(r attach.Record, err error) {
-	e := a.table.Get(r.NetnsID)
+	e := a.table.Find(r.ID)
 	switch {
 	case e != nil && !e.SetTrouble(err): // no news
 	case err != nil:
 		a.log.Error("attachment cannot be settled yet; trying again", "attachment", r.String(), "err", err)
 	case e != nil:
-		a.log.Info("attachment is settled at last", "attachment", r.String())
+		a.log.Info("attachment is settled now, after earlier errors", "attachment", r.String())
 	}
 }
 
-// removeGone makes up for a DEL that never came.
+// removeGone removes the attachments whose netns was deleted without a DEL.
 func (a *Agent) removeGone() error {
 	var errs []error
 	for _, r := range a.table.Gone() {
@@ -80,7 +80,7 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record, s scope) error {
 	if err != nil {
 		return err
 	}
-	e := a.table.EnterFor(r.ID, r.NetnsID)
+	e := a.enter(r.ID, r.NetnsID)
 	defer e.Leave()
 	if a.settler.wasDeleted(r) {
 		return nil

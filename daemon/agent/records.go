@@ -15,18 +15,20 @@ const leftoverAge = time.Minute
 type recordWatch struct {
 	store attach.Store
 
-	mu   sync.Mutex // guards seen; no lock is taken under it
-	seen time.Time  // the state of the directory that was read last; zero to read it again
+	mu    sync.Mutex // guards the fields below; no lock is taken under it
+	seen  time.Time  // the state of the directory that was read last
+	again bool       // the next read returns the records in any case
 }
 
 // read returns the records if the directory has changed since the last call, or none. Records that cannot be read are
 // reported in err, beside the others. It also removes the leftovers of killed writers.
 func (w *recordWatch) read() ([]attach.Record, error) {
 	w.mu.Lock()
-	seen := w.seen
+	seen, again := w.seen, w.again
+	w.again = false
 	w.mu.Unlock()
 	changed, err := w.store.Changed(seen)
-	if err != nil || changed.Equal(seen) {
+	if err != nil || changed.Equal(seen) && !again {
 		return nil, err
 	}
 	records, err := w.store.List()
@@ -40,5 +42,5 @@ func (w *recordWatch) read() ([]attach.Record, error) {
 func (w *recordWatch) rescan() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.seen = time.Time{}
+	w.again = true
 }

@@ -66,7 +66,7 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	if err != nil {
 		return err
 	}
-	r.State = stateOf(d)
+	r.State = d.State()
 	s.log.Info("attachment settled", "attachment", r.String(), "previousState", string(previous),
 		"state", string(r.State), "reason", d.Reason)
 	if s.wasDeleted(r) {
@@ -80,20 +80,9 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	return s.store.Share(r.ID, r.NetnsID, r.Installed)
 }
 
-// stateOf is the state of an attachment with that decision.
-func stateOf(d attach.Decision) attach.State {
-	switch {
-	case d.Provisional:
-		return attach.Provisional
-	case d.Capture:
-		return attach.Captured
-	}
-	return attach.Passed
-}
-
 // isSettled reports whether r already is as d wants it, with rules of this version.
 func isSettled(r attach.Record, d attach.Decision) bool {
-	return stateOf(d) == r.State && (!d.Capture ||
+	return d.State() == r.State && (!d.Capture ||
 		equal(*d.Ruleset, r.Installed.Ruleset) && r.Installed.Revision == ruleset.Revision)
 }
 

@@ -20,7 +20,7 @@ const evictAfter, evictProxyAfter = 10 * time.Second, 2 * time.Minute
 // Start begins the tenure, and returns the listener of the agent socket at path:
 //
 //  1. The daemon that serves the socket, if any, sends its listeners.
-//  2. The gates of the pods that were captured are opened with them, or anew, and provisional pods are settled. Whether
+//  2. The gates of the pods that were captured are opened with these listeners, or with new ones, and provisional pods are settled. Whether
 //     the orchestrator wants something else by now is left to Run: to change the rules of hundreds of pods takes many
 //     seconds, and neither the connections nor the other daemon wait for that.
 //  3. The other daemon is told that its listeners are served. Its tenure ends.
@@ -29,7 +29,7 @@ func (a *Agent) Start(ctx context.Context, path string) (net.Listener, error) {
 	transfer, err := handover.Take(path)
 	switch {
 	case errors.Is(err, handover.ErrHangs):
-		a.log.Warn("the sluiced before this one hangs; starting without it", "err", err)
+		a.log.Warn("the previous sluiced does not answer; starting without it", "err", err)
 		transfer, a.evictFrom = &handover.Transfer{}, time.Now().Add(a.returning)
 	case err != nil:
 		return nil, err
@@ -63,7 +63,11 @@ func (a *Agent) HandOver(conn *net.UnixConn) error {
 		a.table.Release()
 		return nil
 	})
-	if err != nil {
+	switch {
+	case errors.Is(err, handover.ErrOver):
+		a.log.Info("hand-over refused: this sluiced owns no gates any more")
+		return err
+	case err != nil:
 		a.log.Error("hand-over failed; still serving", "err", err)
 		return err
 	}
@@ -77,7 +81,7 @@ func (a *Agent) yieldIfReplaced() {
 	if a.socket == nil || !a.socket.Replaced() {
 		return
 	}
-	_ = a.tenure.PassOn(func() error { // has ended already, at worst
+	_ = a.tenure.PassOn(func() error { // the only error is that the tenure has ended already
 		a.log.Error("this sluiced hung, and another one runs by now; open connections are relayed to their end")
 		a.table.Release()
 		return nil

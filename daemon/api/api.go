@@ -123,7 +123,7 @@ func (a *API) handOver(w http.ResponseWriter, r *http.Request) {
 // answer writes v, or the error.
 func answer(w http.ResponseWriter, v any, err error) {
 	if errors.Is(err, handover.ErrOver) {
-		panic(http.ErrAbortHandler) // to the plugin this daemon is down
+		panic(http.ErrAbortHandler) // the plugin then treats this daemon as down
 	}
 	w.Header().Set("Content-Type", "application/json")
 	if err != nil {

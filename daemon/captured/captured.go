@@ -30,7 +30,7 @@ type Conn struct {
 // carried on. The Conn is then as complete as it could be made, for the log.
 func New(g *gate.Gate, l *gate.Listener, conn *net.TCPConn) (Conn, error) {
 	src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
-	c := Conn{TCPConn: conn, Inbound: l.Inbound(), gate: g}
+	c := Conn{TCPConn: conn, Inbound: l.Inbound, gate: g}
 	c.Source = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
 	var err error
 	if c.Destination, err = conntrack.OriginalDestination(conn); err != nil {

@@ -15,7 +15,7 @@ import (
 // segment is sent, the kernel keeps the entry as long as that of any other connection.
 const exemptTimeout = 10
 
-// The first call sets a variable of package nl, without a lock. This makes it before any goroutine runs.
+// The first call sets a variable of package nl, without a lock. Here it is made before any goroutine starts.
 var _ = nl.NativeEndian()
 
 // Flow is a TCP connection by its addresses and ports.

@@ -4,8 +4,7 @@
 // It enters the connection into conntrack, by its addresses and ports and with a mark, before the first segment is
 // sent. That takes CAP_NET_ADMIN over the netns. nat does not translate a connection that conntrack has an entry for
 // (nf_nat_setup_info in net/netfilter/nf_nat_core.c), and the ruleset lets a SYN with the mark out until it has been
-// answered. The limit matters because the entry outlives the connection, and the next user of the port must not have
-// it.
+// answered. The entry outlives the connection: without that limit the next process with this port would be exempt.
 //
 // A socket mark would let out any process with CAP_NET_RAW, which most containers have: since Linux 5.17 that
 // capability suffices for SO_MARK.

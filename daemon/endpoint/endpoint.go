@@ -62,23 +62,6 @@ type Endpoint struct {
 	policy      attach.Late // for connections that wait for the upstream
 }
 
-func newEndpoint(t *Table, id attach.NetnsID) *Endpoint {
-	s := &service{table: t, id: id}
-	return &Endpoint{
-		ID: id, table: t, service: s, lateness: lateness{service: s}, attachments: map[attach.ID]attach.Record{},
-	}
-}
-
-// Leave lets others enter the endpoint, and drops it if nothing is attached to it.
-func (e *Endpoint) Leave() {
-	defer e.changing.Unlock()
-	if len(e.Records()) > 0 {
-		return
-	}
-	e.Shut() // before another endpoint can take its place
-	e.table.drop(e)
-}
-
 // Records returns the records of the attachments.
 func (e *Endpoint) Records() []attach.Record {
 	e.mu.Lock()
@@ -125,15 +108,17 @@ func (e *Endpoint) Attach(r attach.Record, d attach.Decision) error {
 // Add adds an attachment, or replaces its record.
 func (e *Endpoint) Add(r attach.Record) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
 	e.attachments[r.ID] = r
+	e.mu.Unlock()
+	e.table.record(r.ID, e, nil)
 }
 
 func (e *Endpoint) remove(id attach.ID) (attach.Record, bool) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
 	r, ok := e.attachments[id]
 	delete(e.attachments, id)
+	e.mu.Unlock()
+	e.table.record(id, nil, e)
 	return r, ok
 }
 
@@ -173,7 +158,7 @@ func (e *Endpoint) lacksGate() bool {
 	return e.service.current() == nil && slices.ContainsFunc(e.Records(), captured)
 }
 
-// Unused reports whether capture has ended in e, something of it is left, and no connection needs that any more.
+// Unused reports whether rules or a gate of a capture that has ended remain, and no connection uses them.
 func (e *Endpoint) Unused() bool {
 	s := e.snapshot(attach.Record{})
 	left := s.gate != nil

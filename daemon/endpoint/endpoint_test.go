@@ -138,7 +138,7 @@ func record(t *testing.T, h *testbed.Host, state attach.State) attach.Record {
 func (table *testTable) capture(t *testing.T, h *testbed.Host, late attach.Late) *Endpoint {
 	t.Helper()
 	r, rules := record(t, h, attach.Captured), outboundOnly()
-	e := table.EnterFor(r.ID, r.NetnsID)
+	e := table.Enter(r.NetnsID)
 	defer e.Leave()
 	if err := e.Attach(r, attach.Decision{Capture: true, Ruleset: &rules, Late: late}); err != nil {
 		t.Fatal(err)
@@ -275,21 +275,25 @@ func TestLeaveDropsAnEndpointWithoutAttachments(t *testing.T) {
 	}
 }
 
-// TestEnterForMovesAnAttachment from the netns that it was in before.
-func TestEnterForMovesAnAttachment(t *testing.T) {
+// TestFindFollowsAnAttachment to another netns, also if the record of the former netns is removed later.
+func TestFindFollowsAnAttachment(t *testing.T) {
 	t.Parallel()
 	before, after := testbed.NewHost(t, "before"), testbed.NewHost(t, "after")
 	table := newTable(t)
 	old := table.capture(t, before, attach.Late{})
 	moved := record(t, before, attach.Captured)
-	moved.Netns, moved.NetnsID = after.Path(), identify(t, after)
-	e := table.EnterFor(moved.ID, moved.NetnsID)
-	defer e.Leave()
-	if e.ID != moved.NetnsID || len(e.Records()) > 0 {
-		t.Errorf("entered %s with records %v; want %s without", e.ID, e.Records(), moved.NetnsID)
+	if got := table.Find(moved.ID); got != old {
+		t.Errorf("before it moves: found %v, want %v", got, old)
 	}
-	if got := table.Get(old.ID); got != nil {
-		t.Errorf("endpoint of the former netns: got %v, want none", got)
+	moved.Netns, moved.NetnsID = after.Path(), identify(t, after)
+	e := table.Enter(moved.NetnsID)
+	defer e.Leave()
+	e.Add(moved)
+	former := table.Enter(old.ID)
+	former.remove(moved.ID)
+	former.Leave()
+	if got := table.Find(moved.ID); got != e {
+		t.Errorf("after it has moved: found %v, want %v", got, e)
 	}
 	checkClosed(t, before)
 }

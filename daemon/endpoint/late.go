@@ -33,7 +33,7 @@ type lateness struct {
 }
 
 // Tick ends the wait of connections that have waited for longer than their pod's policy allows, and calls notify with
-// warnings for the pods. It is called about every second; how long a connection has waited is known no better.
+// warnings for the pods. It is called about every second, so waiting times are known to about a second.
 func (t *Table) Tick(now time.Time, up attach.UpstreamStatus, notify func(*Endpoint, Notice)) {
 	for _, e := range t.All() {
 		if !e.changing.TryLock() {
@@ -95,7 +95,7 @@ func (l *lateness) tick(s Snapshot, now time.Time, up attach.UpstreamStatus) []N
 // expire ends the wait of the connections that have waited for longer than the timeout, in the accept queues and for
 // the upstream's answer, and counts them.
 func (l *lateness) expire(s Snapshot, now time.Time, up attach.UpstreamStatus) int {
-	ctx, carrier := l.service.connections()
+	ctx, carrier, _ := l.service.connections()
 	if ctx == nil {
 		return 0
 	}
@@ -113,9 +113,9 @@ func (l *lateness) expire(s Snapshot, now time.Time, up attach.UpstreamStatus) i
 	return count
 }
 
-// directNotices counts the connections that went direct since the last tick, and says so loudly.
+// directNotices counts the connections that went direct since the last tick, and logs a warning.
 func (l *lateness) directNotices() (notices []Notice) {
-	_, carrier := l.service.connections()
+	_, carrier, pod := l.service.connections()
 	if carrier == nil {
 		return nil
 	}
@@ -123,7 +123,7 @@ func (l *lateness) directNotices() (notices []Notice) {
 	if results.Direct > 0 {
 		table.direct.Add(uint64(results.Direct))
 		table.log.Warn("connections went direct, without the upstream: they had waited for it for too long",
-			"netnsID", l.service.id.String(), "count", results.Direct)
+			"pod", pod, "netnsID", l.service.id.String(), "count", results.Direct)
 		notices = append(notices, Notice{ReasonDirect, "connections went to their destinations WITHOUT the upstream: " +
 			"they had waited for it for too long"})
 	}
@@ -136,8 +136,9 @@ func (l *lateness) directNotices() (notices []Notice) {
 
 func (l *lateness) noticeReset(count int, message string) Notice {
 	table := l.service.table
+	_, _, pod := l.service.connections()
 	table.expired.Add(uint64(count))
 	table.log.Warn("waiting connections were reset",
-		"netnsID", l.service.id.String(), "count", count, "reason", message)
+		"pod", pod, "netnsID", l.service.id.String(), "count", count, "reason", message)
 	return Notice{ReasonReset, message}
 }

@@ -25,8 +25,10 @@ type service struct {
 	acceptor Acceptor        // nil until the first gate
 	direct   *direct.Carrier // nil until the first gate
 	ctx      context.Context // of the connections that came through the gate
-	stop     context.CancelFunc
-	refuse   context.CancelCauseFunc // ends accepting
+	pod      string          // its name, for logs; empty until the first gate
+
+	resetConnections context.CancelFunc
+	stopAccepting    context.CancelCauseFunc
 }
 
 // current returns the gate, or nil.
@@ -42,7 +44,8 @@ func (s *service) serve(at attach.Attachment, g *gate.Gate) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.acceptor == nil {
-		s.direct = direct.NewCarrier(&s.joined, s.table.log.With("pod", at.Pod.String()))
+		s.pod = at.Pod.String()
+		s.direct = direct.NewCarrier(&s.joined, s.table.log.With("pod", s.pod))
 		s.acceptor = s.table.accept(Served{
 			Netns: s.id, Pod: at.Pod, IPs: at.IPs, Accepted: &s.accepted, Joined: &s.joined, Direct: s.direct,
 		})
@@ -52,17 +55,17 @@ func (s *service) serve(at attach.Attachment, g *gate.Gate) error {
 
 func (s *service) serveLocked(g *gate.Gate) error {
 	if s.gate != nil {
-		s.refuse(ErrHandedOver)
+		s.stopAccepting(ErrHandedOver)
 		if err := errors.Join(g.Pause(), g.Resume()); err != nil { // ends accepting at the listeners that both have
 			return err
 		}
 	}
 	if s.ctx == nil {
-		s.ctx, s.stop = context.WithCancel(context.Background())
+		s.ctx, s.resetConnections = context.WithCancel(context.Background())
 	}
 	s.gate = g
-	accepting, refuse := context.WithCancelCause(s.ctx)
-	s.refuse = refuse
+	accepting, stop := context.WithCancelCause(s.ctx)
+	s.stopAccepting = stop
 	ctx, acceptor := s.ctx, s.acceptor
 	s.table.serving.Go(func() { acceptor.Serve(ctx, accepting, g) })
 	return nil
@@ -89,7 +92,7 @@ func (s *service) pause() ([]*os.File, error) {
 	if s.gate == nil {
 		return nil, nil
 	}
-	s.refuse(ErrHandedOver)
+	s.stopAccepting(ErrHandedOver)
 	return s.gate.Files(), s.gate.Pause()
 }
 
@@ -106,17 +109,17 @@ func (s *service) resume() error {
 // release closes this process's listeners.
 func (s *service) release() {
 	s.mu.Lock()
-	g := s.gate
+	g, pod := s.gate, s.pod
 	s.gate = nil
-	if s.refuse != nil {
-		s.refuse(ErrHandedOver)
+	if s.stopAccepting != nil {
+		s.stopAccepting(ErrHandedOver)
 	}
 	s.mu.Unlock()
 	if g == nil {
 		return
 	}
 	if err := g.Close(); err != nil {
-		s.table.log.Error("closing a gate failed", "netnsID", s.id.String(), "err", err)
+		s.table.log.Error("closing a gate failed", "pod", pod, "netnsID", s.id.String(), "err", err)
 	}
 }
 
@@ -124,16 +127,16 @@ func (s *service) release() {
 func (s *service) end() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.stop != nil {
-		s.stop()
-		s.ctx, s.stop = nil, nil
+	if s.ctx != nil {
+		s.resetConnections()
+		s.ctx = nil
 	}
 }
 
-// connections returns the context of the connections that came through the gate, or nil, and the carrier of those that
-// go direct.
-func (s *service) connections() (context.Context, *direct.Carrier) {
+// connections returns the context of the connections that came through the gate, or nil, the carrier of those that go
+// direct, and the pod's name for logs.
+func (s *service) connections() (ctx context.Context, carrier *direct.Carrier, pod string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.ctx, s.direct
+	return s.ctx, s.direct, s.pod
 }

@@ -21,8 +21,6 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/sluice-cni/sluice/daemon/gate"
-	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -38,6 +36,7 @@ type Table struct {
 
 	mu        sync.Mutex // guards the maps
 	endpoints map[attach.NetnsID]*Endpoint
+	attached  map[attach.ID]*Endpoint       // the endpoint of each attachment
 	inherited map[attach.NetnsID][]*os.File // listeners that another daemon or a proxy has handed over
 }
 
@@ -45,45 +44,9 @@ type Table struct {
 func NewTable(accept func(Served) Acceptor, log *slog.Logger) *Table {
 	return &Table{
 		accept: accept, log: log,
-		endpoints: map[attach.NetnsID]*Endpoint{}, inherited: map[attach.NetnsID][]*os.File{},
+		endpoints: map[attach.NetnsID]*Endpoint{}, attached: map[attach.ID]*Endpoint{},
+		inherited: map[attach.NetnsID][]*os.File{},
 	}
-}
-
-// Enter returns the endpoint of a netns, for the caller alone to decide about and to change until Leave.
-func (t *Table) Enter(id attach.NetnsID) *Endpoint {
-	for {
-		t.mu.Lock()
-		e := t.endpoints[id]
-		if e == nil {
-			e = newEndpoint(t, id)
-			t.endpoints[id] = e
-		}
-		t.mu.Unlock()
-		e.changing.Lock()
-		t.mu.Lock()
-		current := t.endpoints[id] == e
-		t.mu.Unlock()
-		if current {
-			return e
-		}
-		e.changing.Unlock() // the endpoint was dropped while we waited
-	}
-}
-
-// EnterFor enters the endpoint of a netns for an attachment. An attachment that moved there from another netns is
-// removed from that one first.
-func (t *Table) EnterFor(at attach.ID, id attach.NetnsID) *Endpoint {
-	if old := t.Find(at); old != nil && old.ID != id {
-		t.Remove(at)
-	}
-	return t.Enter(id)
-}
-
-// drop removes an endpoint without attachments from the table.
-func (t *Table) drop(e *Endpoint) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	delete(t.endpoints, e.ID)
 }
 
 // All returns every endpoint. They may change or be dropped at any time.
@@ -102,12 +65,22 @@ func (t *Table) Get(id attach.NetnsID) *Endpoint {
 
 // Find returns the endpoint that has an attachment, or nil.
 func (t *Table) Find(id attach.ID) *Endpoint {
-	for _, e := range t.All() {
-		if _, ok := e.Record(id); ok {
-			return e
-		}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.attached[id]
+}
+
+// record notes which endpoint has an attachment; nil stands for none. An attachment that another endpoint has by now
+// is left there.
+func (t *Table) record(id attach.ID, e, was *Endpoint) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	switch {
+	case e != nil:
+		t.attached[id] = e
+	case t.attached[id] == was:
+		delete(t.attached, id)
 	}
-	return nil
 }
 
 // Gone returns the attachments whose netns does not exist any more.
@@ -153,69 +126,8 @@ func (t *Table) Remove(id attach.ID) (attach.Record, bool) {
 	return e.remove(id)
 }
 
-// Inherit takes over the listeners that another daemon has handed over. An endpoint that opens its gate uses them.
-func (t *Table) Inherit(listeners map[attach.NetnsID][]*os.File) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	maps.Copy(t.inherited, listeners)
-}
-
-// Return takes over listeners that a proxy holds of a daemon that did not live to hand them over. It reports whether
-// they are wanted: a captured endpoint has no gate, and can open none while the proxy has these. Otherwise, and if they
-// do not belong to that endpoint, they are closed.
-func (t *Table) Return(netns string, files []*os.File) (wanted bool) {
-	e := t.withoutGate(netns)
-	if e != nil {
-		if err := gate.Verify(files, e.ID); err != nil {
-			t.log.Error("listeners that a proxy returned are not those of the netns", "netnsID", netns, "err", err)
-			e = nil
-		}
-	}
-	if e == nil {
-		unixsock.Close(files)
-		return false
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.inherited[e.ID] != nil {
-		unixsock.Close(files)
-		return false
-	}
-	t.inherited[e.ID] = files
-	return true
-}
-
-// withoutGate returns the endpoint with that identity if it is captured and has no gate.
-func (t *Table) withoutGate(netns string) *Endpoint {
-	for _, e := range t.All() {
-		if e.ID.String() == netns && e.lacksGate() {
-			return e
-		}
-	}
-	return nil
-}
-
-// DropInherited closes the inherited listeners that no endpoint has used.
-func (t *Table) DropInherited() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	for id, files := range t.inherited {
-		unixsock.Close(files)
-		delete(t.inherited, id)
-	}
-}
-
-// takeInherited returns the inherited listeners of a netns, once.
-func (t *Table) takeInherited(id attach.NetnsID) []*os.File {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	files := t.inherited[id]
-	delete(t.inherited, id)
-	return files
-}
-
-// Offer stops accepting at each gate and calls send with its listeners, until send fails. Nothing may enter an endpoint
-// until Release or Resume.
+// Offer stops accepting at each gate and calls send with its listeners, until send fails. Until Release or Resume,
+// nothing may change an endpoint.
 func (t *Table) Offer(send func(attach.NetnsID, []*os.File) error) error {
 	for _, e := range t.All() {
 		files, err := e.service.pause()

@@ -66,6 +66,7 @@ func Adopt(path string, listeners []*os.File) (*Gate, error) {
 	for _, l := range g.Listeners {
 		var berr error
 		l.at, berr = l.boundTo()
+		l.Inbound = isInbound(l.at)
 		err = errors.Join(err, berr)
 	}
 	if err != nil {
@@ -112,7 +113,7 @@ func (g *Gate) Widen(path string, addresses []netip.Addr) (*Gate, error) {
 func (g *Gate) Narrow() (*Gate, error) {
 	inbound, narrow := &Gate{}, &Gate{diag: g.diag}
 	for _, l := range g.Listeners {
-		if l.Inbound() {
+		if l.Inbound {
 			inbound.Listeners = append(inbound.Listeners, l)
 		} else {
 			narrow.Listeners = append(narrow.Listeners, l)
@@ -219,7 +220,7 @@ func (g *Gate) Queued() (int, error) {
 // The kernel walks its table of sockets for it, which takes milliseconds.
 func (g *Gate) Counts() (sockdiag.Counts, error) {
 	sum, err := g.diag.Count(ruleset.OutboundPort)
-	if err == nil && slices.ContainsFunc(g.Listeners, (*Listener).Inbound) {
+	if err == nil && slices.ContainsFunc(g.Listeners, func(l *Listener) bool { return l.Inbound }) {
 		var inbound sockdiag.Counts
 		inbound, err = g.diag.Count(ruleset.InboundPort)
 		sum.Open += inbound.Open

@@ -355,7 +355,7 @@ func TestAdoptedListenersKnowTheirDirection(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = adopted.Close() })
 	for i, want := range []bool{false, false, true} {
-		if got := adopted.Listeners[i].Inbound(); got != want {
+		if got := adopted.Listeners[i].Inbound; got != want {
 			t.Errorf("listener %d: got inbound %t, want %t", i, got, want)
 		}
 	}

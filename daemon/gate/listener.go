@@ -20,12 +20,14 @@ import (
 
 // Listener is a listening socket in a pod's netns.
 type Listener struct {
+	// Inbound says that l takes connections to the pod, and not connections that the pod makes.
+	Inbound bool
+
 	file *os.File
 	at   netip.AddrPort
 }
 
-// Inbound reports whether l takes connections to the pod, and not connections that the pod makes.
-func (l *Listener) Inbound() bool { return l.at.Port() == ruleset.InboundPort }
+func isInbound(at netip.AddrPort) bool { return at.Port() == ruleset.InboundPort }
 
 // backlog is larger than any net.core.somaxconn: the kernel takes the smaller of the two.
 const backlog = 1 << 16
@@ -53,7 +55,7 @@ func listen(at netip.AddrPort) (*Listener, error) {
 	if err != nil {
 		return nil, fmt.Errorf("socket: %w", err)
 	}
-	l := &Listener{os.NewFile(uintptr(fd), "gate"), at}
+	l := &Listener{Inbound: isInbound(at), file: os.NewFile(uintptr(fd), "gate"), at: at}
 	fail := func(step string, err error) (*Listener, error) {
 		return nil, errors.Join(fmt.Errorf("%s: %w", step, err), l.file.Close())
 	}

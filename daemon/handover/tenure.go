@@ -11,7 +11,9 @@ var ErrOver = errors.New("another sluiced has taken over, or this one is ending"
 // Tenure is the time in which a daemon owns the node's endpoints. Changes are made within Do. The tenure ends between
 // changes, never during one, and no change is made after its end.
 type Tenure struct {
-	mu        sync.RWMutex // held for reading while a change is made, for writing while the tenure ends
+	// mu is held for reading while a change is made, and for writing while the tenure ends. It is taken before all other
+	// locks. A change must not call Do, PassOn or End: they would wait for it.
+	mu        sync.RWMutex
 	over      bool
 	succeeded chan struct{} // closed when another daemon has taken over
 }
@@ -29,15 +31,15 @@ func (t *Tenure) Do(change func() error) error {
 	return change()
 }
 
-// PassOn ends the tenure for the sake of another daemon if hand succeeds. It returns ErrOver if the tenure has ended
-// before.
-func (t *Tenure) PassOn(hand func() error) error {
+// PassOn calls handOver, and if that succeeds ends the tenure in favour of another daemon. It returns ErrOver if the
+// tenure has ended before.
+func (t *Tenure) PassOn(handOver func() error) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.over {
 		return ErrOver
 	}
-	if err := hand(); err != nil {
+	if err := handOver(); err != nil {
 		return err
 	}
 	t.over = true

@@ -22,8 +22,8 @@ const (
 	retryInterval = time.Second
 
 	// Another program may undo each of the Keeper's writes. After maxRewrites writes of one file the Keeper waits
-	// before it scans again: firstWait, then twice as long after each write, at most maxWait. It counts anew after a
-	// time of quietPeriod without a write.
+	// before it scans again: firstWait, then twice as long after each write, at most maxWait. The count
+	// restarts after quietPeriod without a write.
 	maxRewrites = 5
 	firstWait   = 2 * time.Second
 	maxWait     = time.Minute
@@ -35,7 +35,7 @@ type Keeper struct {
 	Installer
 	Log *slog.Logger
 
-	mu      sync.Mutex
+	mu      sync.Mutex // guards the fields below; no lock is taken under it
 	scanned bool
 	err     error // of the last scan
 }

@@ -68,7 +68,7 @@ func (n *Node) keepTaint(ctx context.Context, after time.Duration, s attach.Stat
 	if err := n.setTaints(ctx, node.ResourceVersion, taints); err != nil {
 		return fmt.Errorf("%s taint %s of node %s: %w", attempt, Taint, n.name, err)
 	}
-	n.log.Info("node taint changed", "node", n.name, "taint", Taint, "state", change, "reason", why)
+	n.log.Info("node taint changed", "node", n.name, "taint", Taint, "change", change, "reason", why)
 	ref := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: n.name, UID: node.UID}
 	n.events.Eventf(ref, kind, event, "taint %s %s: %s", Taint, change, why)
 	return nil

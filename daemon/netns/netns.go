@@ -11,18 +11,23 @@ import (
 	"github.com/containernetworking/plugins/pkg/ns"
 )
 
-// Addresses maps every address in the netns at path, loopback interfaces excepted, to the interface that has it.
-func Addresses(path string) (map[netip.Addr]string, error) {
-	found := map[netip.Addr]string{}
+// Address is an address of an interface.
+type Address struct {
+	netip.Addr
+	Interface string
+	// Loopback says that the interface is one; the address may be of any kind.
+	Loopback bool
+}
+
+// Addresses lists the addresses in the netns at path, in the order of its interfaces.
+func Addresses(path string) ([]Address, error) {
+	var found []Address
 	err := ns.WithNetNSPath(path, func(ns.NetNS) error {
 		interfaces, err := net.Interfaces()
 		if err != nil {
 			return err
 		}
 		for _, i := range interfaces {
-			if i.Flags&net.FlagLoopback != 0 {
-				continue
-			}
 			addrs, err := i.Addrs()
 			if err != nil {
 				return err
@@ -30,7 +35,7 @@ func Addresses(path string) (map[netip.Addr]string, error) {
 			for _, a := range addrs {
 				if n, ok := a.(*net.IPNet); ok {
 					if ip, ok := netip.AddrFromSlice(n.IP); ok {
-						found[ip.Unmap()] = i.Name
+						found = append(found, Address{ip.Unmap(), i.Name, i.Flags&net.FlagLoopback != 0})
 					}
 				}
 			}

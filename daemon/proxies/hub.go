@@ -1,8 +1,9 @@
 // Package proxies hands the listening sockets of pods to proxies on the node, which accept on them themselves. There is
 // no relay then, and connections wait in the kernel for a proxy that is late. docs/proxies.md has the protocol.
 //
-// Two locks, taken in this order: Hub.mu guards which offers and proxies there are, proxy.mu the state of one proxy.
-// Both are held for moments; nothing is sent or received under them.
+// Three locks, taken in this order: Handout.mu guards the offer of one pod, Hub.mu which offers and proxies there are,
+// and proxy.mu the state of one proxy. They are held for moments, Handout.mu also while the kernel counts the pod's
+// connections. Nothing is sent to a proxy or received from one under them.
 package proxies
 
 import (
@@ -23,8 +24,8 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// ReturnTimeout is how long a proxy may take to come to another sluiced when its own hangs: twice the silence after
-// which it gives its sluiced up (docs/proxies.md).
+// ReturnTimeout is how long a proxy may take to connect to another sluiced when its own hangs: twice the time without a
+// message after which a proxy closes its connection (docs/proxies.md).
 const ReturnTimeout = 10 * time.Second
 
 const (
@@ -136,7 +137,7 @@ func (h *Hub) Run(ctx context.Context, l net.Listener, owner Owner) error {
 func (h *Hub) serve(ctx context.Context, conn *net.UnixConn, owner Owner, serving *sync.WaitGroup) {
 	p := newProxy(h, conn)
 	if !h.enter(p) {
-		h.log.Warn("proxy refused: too many are connected", "count", maxProxies)
+		h.log.Warn("proxy refused: too many are connected")
 		p.refuse(fmt.Errorf("no more than %d proxies", maxProxies))
 		return
 	}

@@ -32,7 +32,7 @@ func (o *offer) message(keys []string, labels map[string]string) message {
 	}
 	for _, l := range o.gate.Listeners {
 		direction := "outbound"
-		if l.Inbound() {
+		if l.Inbound {
 			direction = "inbound"
 		}
 		m.Listeners = append(m.Listeners, listener{Direction: direction})
@@ -56,7 +56,7 @@ type Handout struct {
 	ips []netip.Addr
 	log *slog.Logger
 
-	mu    sync.Mutex // guards offer; Hub.mu may be taken under it
+	mu    sync.Mutex // see the package comment
 	offer *offer     // nil while the pod is not served
 }
 
@@ -82,7 +82,7 @@ func (p *Handout) Serve(_, accepting context.Context, g *gate.Gate) {
 	}
 }
 
-// begin offers o, unless a later gate has replaced its gate before it got here.
+// begin offers o, unless accepting at its gate has already ended.
 func (p *Handout) begin(accepting context.Context, o *offer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -52,7 +52,7 @@ type proxy struct {
 // held is the listeners of one pod that a proxy has.
 type held struct {
 	cookies []uint64
-	// keepUntil is until when the proxy keeps listeners that it came with, while nothing is offered for their netns.
+	// keepUntil: until then, the proxy keeps listeners that it brought along although nothing is offered for their netns.
 	keepUntil time.Time
 	// detached is when the proxy was told to close them; zero if it was not.
 	detached time.Time
@@ -205,17 +205,16 @@ func addressesOf(files []*os.File) ([]netip.Addr, error) {
 	if err != nil || os.SameFile(own, sent) {
 		return nil, err
 	}
-	interfaces, err := netns.Addresses(fmt.Sprintf("/proc/self/fd/%d", files[0].Fd()))
+	addresses, err := netns.Addresses(fmt.Sprintf("/proc/self/fd/%d", files[0].Fd()))
 	if err != nil {
 		return nil, fmt.Errorf("the addresses of the proxy: %w", err)
 	}
 	var all []netip.Addr
-	for a := range interfaces {
-		if a.IsGlobalUnicast() {
-			all = append(all, a)
+	for _, a := range addresses {
+		if a.IsGlobalUnicast() { // on a loopback interface too: a proxy may connect from there
+			all = append(all, a.Addr)
 		}
 	}
-	slices.SortFunc(all, netip.Addr.Compare)
 	return all[:min(len(all), maxAddresses)], nil
 }
 

@@ -10,12 +10,10 @@ import (
 	"sync"
 	"time"
 
-	"github.com/sluice-cni/sluice/daemon/captured"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
-	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 )
 
@@ -77,20 +75,10 @@ func (s *Server) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Li
 			}
 			if err != nil {
 				s.relay.log.Warn("a connection cannot be accepted yet", "pod", s.Pod.String(), "err", err)
-				_ = pause.For(accepting, acceptRetry) // take looks at accepting
+				_ = pause.For(accepting, acceptRetry) // take fails once accepting has ended
 			}
 			continue
 		}
-		wg.Go(func() {
-			defer slot.leave()
-			c, err := captured.New(g, l, conn)
-			if err != nil {
-				s.relay.log.Warn("connection refused", "pod", s.Pod.String(), "source", c.Source.String(),
-					"destination", c.Destination.String(), "err", err)
-				socket.Reset(conn)
-				return
-			}
-			s.serve(ctx, c, slot)
-		})
+		wg.Go(func() { s.serve(ctx, g, l, conn, slot) })
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/captured"
+	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/late"
 	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/daemon/splice"
@@ -24,33 +25,50 @@ const (
 	firstRetry, lastRetry = 10 * time.Millisecond, time.Second
 )
 
-// serve relays c, which it owns, until the connection has ended.
-func (s *Server) serve(ctx context.Context, c captured.Conn, slot *slot) {
-	waiting, wait := s.Accepted.Add(ctx)
-	conn, first, err := s.connect(waiting, c, slot, wait)
-	if waiting.Err() != nil {
-		err = context.Cause(waiting)
-	}
-	wait.Done()
-	slot.leave()
-	if err != nil && conn != nil {
-		_ = conn.Close() // the answer came a moment too late
-	}
-	switch {
+// serve relays conn, which it owns, from listener l of g until the connection has ended.
+func (s *Server) serve(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, slot *slot) {
+	c, peer, first, err := s.establish(ctx, g, l, conn, slot)
+	switch refused := (refusedError{}); {
+	case errors.As(err, &refused):
+		s.relay.log.Warn("connection refused", "pod", s.Pod.String(), "source", c.Source.String(),
+			"destination", c.Destination.String(), "err", err)
+		socket.Reset(conn)
 	case errors.Is(err, late.ErrDirect):
 		s.Direct.Carry(ctx, c)
 	case err != nil:
 		s.relay.log.Info("connection reset", "pod", s.Pod.String(), "source", c.Source.String(),
 			"destination", c.Destination.String(), "err", err)
-		socket.Reset(c.TCPConn)
+		socket.Reset(conn)
 	default:
 		s.relay.log.Debug("connection relayed", "pod", s.Pod.String(), "source", c.Source.String(),
 			"destination", c.Destination.String())
 		s.Joined.Join(ctx, splice.Pair{
-			App: c.TCPConn, Peer: conn, First: first,
-			HalfClose: s.relay.upstream.HalfClose(), AppState: c.AppState,
+			App: conn, Peer: peer, First: first, HalfClose: s.relay.upstream.HalfClose(), AppState: c.AppState,
 		})
 	}
+}
+
+// refusedError says why a connection may not be relayed.
+type refusedError struct{ error }
+
+// establish finds out where conn goes, and has the upstream connect to there. It gives the slot back.
+func (s *Server) establish(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, slot *slot) (
+	c captured.Conn, peer *net.TCPConn, first []byte, err error,
+) {
+	defer slot.leave()
+	if c, err = captured.New(g, l, conn); err != nil {
+		return c, nil, nil, refusedError{err}
+	}
+	waiting, wait := s.Accepted.Add(ctx)
+	defer wait.Done()
+	peer, first, err = s.connect(waiting, c, slot, wait)
+	if waiting.Err() != nil {
+		if err == nil {
+			_ = peer.Close() // the answer came a moment too late
+		}
+		return c, nil, nil, context.Cause(waiting)
+	}
+	return c, peer, first, err
 }
 
 // connect asks the upstream until it answers. It reads no byte of c meanwhile, so that it is always safe to ask again.

@@ -25,7 +25,7 @@ type slot struct {
 	once  sync.Once
 }
 
-// take waits until the upstream is there and a slot is free. This is where the gate is shut.
+// take waits until the upstream is there and a slot is free. While it waits, no connection is accepted.
 func (s slots) take(ctx context.Context) (*slot, error) {
 	if err := s.upstream.Wait(ctx); err != nil {
 		return nil, err

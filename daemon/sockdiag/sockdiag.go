@@ -35,13 +35,17 @@ type Conn struct {
 	sockets map[int]*nl.SocketHandle
 }
 
-// The first call sets a variable of package nl, without a lock. This makes it before any goroutine runs.
+// The first call sets a variable of package nl, without a lock. Here it is made before any goroutine starts.
 var _ = nl.NativeEndian()
 
 // Open opens a Conn in the netns of the calling thread.
 func Open() (*Conn, error) {
 	s, err := nl.GetNetlinkSocketAt(netns.None(), netns.None(), unix.NETLINK_INET_DIAG)
 	if err != nil {
+		return nil, fmt.Errorf("opening sock_diag: %w", err)
+	}
+	if err := s.SetReceiveTimeout(&unix.Timeval{Sec: 1}); err != nil { // the kernel answers at once, or not at all
+		s.Close()
 		return nil, fmt.Errorf("opening sock_diag: %w", err)
 	}
 	return &Conn{s, map[int]*nl.SocketHandle{unix.NETLINK_INET_DIAG: {Socket: s}}}, nil
@@ -155,7 +159,7 @@ func (c *Conn) Count(port uint16) (Counts, error) {
 			sum.Bytes += carried(reply)
 			return true
 		})
-		if err != nil && !errors.Is(err, nl.ErrDumpInterrupted) { // interrupted: nearly right, and for people
+		if err != nil && !errors.Is(err, nl.ErrDumpInterrupted) { // interrupted: nearly right, and only displayed
 			return sum, fmt.Errorf("counting connections to port %d: %w", port, err)
 		}
 	}

@@ -144,7 +144,7 @@ func (p *Pair) close(bytes uint64) {
 }
 
 // The app's FIN is held back for so long while nothing comes from the peer. An app that is known to be there may wait
-// for a slow answer. Of one that is not known, it cannot be told whether it waits.
+// for a slow answer. If the app's socket is not found, it is not known whether the app still waits.
 const (
 	quietOpen    = time.Minute
 	quietUnknown = 5 * time.Second

@@ -32,9 +32,9 @@ func (u *Upstream) keepProbing(ctx context.Context) {
 		case err == nil:
 			u.markReady()
 		case isLocalExhaustion(err):
-			u.log.Warn("the upstream cannot be probed for want of local resources", "upstream", u.name, "err", err)
+			u.log.Warn("upstream cannot be probed: this node lacks file descriptors, ports or memory", "upstream", u.name, "err", err)
 		case timeouts == 1:
-			next = 0 // if the whole node was stopped, the timeout passed for sluiced too and says nothing
+			next = 0 // the whole node may have been suspended: probe again at once
 		default:
 			u.markLate(err)
 			next = min(next, probeRetry)

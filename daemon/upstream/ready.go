@@ -30,8 +30,8 @@ func (u *Upstream) markLate(err error) {
 	u.reason = err.Error()
 }
 
-// noteAnswer records, and logs once, that the upstream answers in a way that an operator has to mend.
-func (u *Upstream) noteAnswer(err error) {
+// recordAnswer records, and logs once, that the upstream answers in a way that an operator has to mend.
+func (u *Upstream) recordAnswer(err error) {
 	reason := ""
 	if errors.Is(err, ErrMisconfigured) {
 		reason = err.Error()
@@ -45,8 +45,7 @@ func (u *Upstream) noteAnswer(err error) {
 	}
 	u.reason = reason
 	if reason != "" {
-		u.log.Error("upstream is misconfigured: connections wait until that is mended",
-			"upstream", u.name, "err", reason)
+		u.log.Error("upstream is misconfigured: connections wait", "upstream", u.name, "err", err)
 	} else {
 		u.log.Info("upstream is no longer misconfigured", "upstream", u.name)
 	}

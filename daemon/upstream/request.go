@@ -60,7 +60,7 @@ func (u *Upstream) Ask(ctx context.Context, conn *Conn, req Request) ([]byte, er
 	if err == nil {
 		err = conn.SetDeadline(time.Time{})
 	}
-	u.noteAnswer(err)
+	u.recordAnswer(err)
 	if err != nil {
 		_ = conn.Close() // the answer counts
 		return nil, err

@@ -71,13 +71,13 @@ func (u *Upstream) Run(ctx context.Context) error {
 		conn, err := u.dial(ctx)
 		switch {
 		case err == nil:
-			u.noteDialed()
+			u.recordDialed()
 			if u.offer(ctx, conn) {
 				continue
 			}
 			// The proxy has ended, or it ends idle connections: the next dial tells which.
 		case ctx.Err() == nil && isLocalExhaustion(err):
-			u.log.Warn("the upstream cannot be dialed for want of local resources", "upstream", u.name, "err", err)
+			u.log.Warn("upstream cannot be dialed: this node lacks file descriptors, ports or memory", "upstream", u.name, "err", err)
 			next = next.Add(exhaustedInterval)
 		case ctx.Err() == nil:
 			u.markLate(err)
@@ -87,8 +87,8 @@ func (u *Upstream) Run(ctx context.Context) error {
 	return nil
 }
 
-// noteDialed takes the upstream for ready, unless probes decide that.
-func (u *Upstream) noteDialed() {
+// recordDialed takes the upstream for ready, unless probes decide that.
+func (u *Upstream) recordDialed() {
 	if u.every == 0 {
 		u.markReady()
 		return
@@ -133,8 +133,8 @@ func isLocalExhaustion(err error) bool {
 	return false
 }
 
-// Dial returns a connection on which one request can be made: the idle one, or a new one. Any error but that of ctx is
-// ErrLate.
+// Dial returns a connection on which one request can be made: the idle one, or a new one. Every error
+// wraps ErrLate.
 func (u *Upstream) Dial(ctx context.Context) (*Conn, error) {
 	if c := u.swapIdle(nil); c != nil {
 		return &Conn{c.TCPConn, c}, nil

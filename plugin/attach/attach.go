@@ -167,3 +167,15 @@ type Decision struct {
 	// Reason is the reason for the decision, for logs. An answer without a reason is not a decision.
 	Reason string `json:"reason"`
 }
+
+// State returns the state of an attachment with this decision.
+func (d Decision) State() State {
+	switch {
+	case d.Provisional:
+		return Provisional
+	case d.Capture:
+		return Captured
+	default:
+		return Passed
+	}
+}
