@@ -166,7 +166,7 @@ func TestTrafficWithinThePod(t *testing.T) {
 			pod := f.AddPod(t, n, "itself", nil)
 			pod.ServeCaller(":8080")
 			nested := pod.Nested()
-			look := func(t *testing.T) {
+			checkStraight := func(t *testing.T) {
 				for _, own := range []string{"127.0.0.1", "::1", pod.IPv4, pod.IPv6} {
 					testbed.WantCaller(t, pod.Host, net.JoinHostPort(own, "8080"), own)
 				}
@@ -176,12 +176,12 @@ func TestTrafficWithinThePod(t *testing.T) {
 				testbed.WantCaller(t, nested, "172.30.0.1:8080", "172.30.0.2")
 				testbed.WantCaller(t, nested, net.JoinHostPort(pod.IPv4, "8080"), "172.30.0.2")
 			}
-			look(t)
+			checkStraight(t)
 			if r := proxy.Requests(); len(r) > 0 {
 				t.Errorf("the proxy was asked for %s", r[0].Host)
 			}
 			d.Kill()
-			look(t)
+			checkStraight(t)
 		})
 	}
 }
@@ -197,7 +197,7 @@ func TestLinkLocal(t *testing.T) {
 			early := f.AddPod(t, n, "early", nil)
 			n.ServeCaller(":8081")
 			bridge, _ := linkLocalOf(t, n.Host, "cni0")
-			look := func(t *testing.T, pod *testbed.Pod) {
+			checkStraight := func(t *testing.T, pod *testbed.Pod) {
 				t.Helper()
 				testbed.WantCaller(t, pod.Host, linkLocalIPv4+":80", pod.IPv4)
 				own, index := linkLocalOf(t, pod.Host, "eth0")
@@ -207,9 +207,9 @@ func TestLinkLocal(t *testing.T) {
 					t.Errorf("connecting to %s: the node saw %q, %v; want %s", bridge, got, err, own)
 				}
 			}
-			look(t, early)
+			checkStraight(t, early)
 			n.StartDaemon()
-			look(t, f.AddPod(t, n, "late", nil))
+			checkStraight(t, f.AddPod(t, n, "late", nil))
 		})
 	}
 }

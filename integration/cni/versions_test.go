@@ -46,15 +46,15 @@ func TestResultIsPrevResult(t *testing.T) {
 	for i, version := range []string{"0.3.1", "0.4.0", "1.0.0", "1.1.0"} {
 		t.Run(version, func(t *testing.T) {
 			pod := n.NewPod(fmt.Sprint("pod", i))
-			came := resultOf(version, "10.88.0.200/16", "fd00:88::200/64")
-			came["interfaces"] = []map[string]any{
+			given := resultOf(version, "10.88.0.200/16", "fd00:88::200/64")
+			given["interfaces"] = []map[string]any{
 				{"name": "eth0", "sandbox": pod.Path(), "vendor/pciID": "0000:00:1f.6"},
 			}
-			came["x-vendor"] = map[string]any{"nested": []any{1, "two", nil, 1e21}}
+			given["x-vendor"] = map[string]any{"nested": []any{1, "two", nil, 1e21}}
 			call := callFor(n, pod).with(func(c *call) {
-				c.prevResult, c.conf = came, map[string]any{"cniVersion": version}
+				c.prevResult, c.conf = given, map[string]any{"cniVersion": version}
 			})
-			want, err := json.Marshal(came)
+			want, err := json.Marshal(given)
 			if err != nil {
 				t.Fatal(err)
 			}

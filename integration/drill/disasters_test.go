@@ -107,8 +107,7 @@ func (s *drillScene) fillDisk() {
 	s.removePod(old)
 	fill() // the room of its record
 	s.succeed()
-	s.stake()
-	s.d.Kill()
+	s.kill(s.d.Program)
 	s.start()
 	s.lasts()
 	if left, err := filepath.Glob(filepath.Join(s.n.StateDir(), "*", "*.tmp")); err != nil || len(left) > 0 {

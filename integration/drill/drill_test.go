@@ -45,10 +45,9 @@ func relayed(p string) bool { return p == "connect" }
 
 var drills = []drill{
 	{"hand-over", nil, func(s *drillScene) { s.succeed() }, never},
-	{"daemon killed", nil, func(s *drillScene) { s.stake(); s.d.Kill(); s.lasts(); s.start() }, relayed},
+	{"daemon killed", nil, func(s *drillScene) { s.kill(s.d.Program); s.lasts(); s.start() }, relayed},
 	{"upstream killed", nil, func(s *drillScene) {
-		s.stake()
-		s.proxy.Kill()
+		s.kill(s.proxy)
 		s.lasts()
 		s.proxy = s.launch()
 	}, always},
@@ -58,9 +57,7 @@ var drills = []drill{
 		s.proxy.Signal(syscall.SIGCONT)
 	}, never},
 	{"both killed", nil, func(s *drillScene) {
-		s.stake()
-		s.proxy.Kill()
-		s.d.Kill()
+		s.kill(s.proxy, s.d.Program)
 		s.lasts()
 		s.start()
 		s.proxy = s.launch()

@@ -20,6 +20,8 @@ func (s *drillScene) connect(ctx context.Context, wg *sync.WaitGroup) {
 	defer tick.Stop()
 	for i := 0; ctx.Err() == nil; i++ {
 		wg.Go(func() {
+			s.begun.Add(1)
+			defer s.finished.Add(1)
 			began := time.Now()
 			host, address := s.pods[i%len(s.pods)].Host, testbed.EchoAddresses[i/len(s.pods)%2]
 			s.count(testbed.Echo(testbed.Context(s.t), host, address, testbed.RandomBytes(100)))
@@ -56,9 +58,11 @@ func (s *drillScene) count(err error) {
 func (s *drillScene) stream(ctx context.Context, i int) {
 	host, address := s.pods[i%len(s.pods)].Host, testbed.EchoAddresses[i/len(s.pods)%2]
 	for ctx.Err() == nil {
+		s.begun.Add(1)
 		c, err := host.Dial(testbed.Context(s.t), "tcp", address)
 		if err != nil {
 			s.count(err)
+			s.finished.Add(1)
 			continue
 		}
 		block, got := testbed.RandomBytes(16<<10), make([]byte, 16<<10)
@@ -77,6 +81,7 @@ func (s *drillScene) stream(ctx context.Context, i int) {
 			}
 		}
 		_ = c.Close()
+		s.finished.Add(1)
 		switch {
 		case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
 			s.ended.Add(1)

@@ -28,9 +28,10 @@ type drillScene struct {
 	over     time.Time     // the end of the last disaster
 	recovery time.Duration // the longest
 
-	// atStake counts the connections and streams that a killed daemon or proxy had: no others may be reset.
+	// atStake counts the connections and streams that a killed daemon or proxy may have had: no others may be reset.
 	atStake int
 
+	begun, finished                    atomic.Int64 // connections and streams of the load
 	made, refused, reset, wrong, other atomic.Int64
 	ended                              atomic.Int64 // without a reset, before the echo was complete
 	streamsReset                       atomic.Int64
@@ -84,13 +85,14 @@ func (s *drillScene) pause() {
 // lasts lets a disaster go on for a random time, and then it is over.
 func (s *drillScene) lasts() { s.pause(); s.over = time.Now() }
 
-// stake counts the connections that may be lost, with those that begin while it asks.
-func (s *drillScene) stake() {
-	s.atStake += s.size.rate/4 + 4
-	for _, p := range s.pods {
-		a := s.d.Of(p)
-		s.atStake += a.Open + a.Waiting
+// kill kills programs, and counts the connections that may be lost: those that have begun when the last program is
+// dead, without those that had ended before.
+func (s *drillScene) kill(programs ...*testbed.Program) {
+	ended := s.finished.Load()
+	for _, p := range programs {
+		p.Kill()
 	}
+	s.atStake += int(s.begun.Load() - ended)
 }
 
 func (s *drillScene) start() { s.d = s.n.StartDaemon() }
@@ -148,7 +150,8 @@ func (s *drillScene) removePod(p *testbed.Pod) {
 // leakedNetns waits until the netns of all pods are gone, and returns how many are left.
 func (s *drillScene) leakedNetns() (left int) {
 	s.t.Helper()
-	testbed.Eventually(s.t, "the netns of every pod is gone", func() bool {
+	// The kernel removes netns one after the other, in its own time: with busy processors it was seen to take a minute.
+	testbed.Within(s.t, 3*time.Minute, "the netns of every pod is gone", func() bool {
 		left = strings.Count(s.n.Exec("ip", "-br", "link", "show", "type", "veth"), witness)
 		return left == 0
 	})

@@ -44,12 +44,12 @@ func TestHandOverLosesNothing(t *testing.T) {
 		t.Errorf("a new connection: %v", err)
 	}
 	if before.Ended() {
-		t.Error("the retired daemon ended while it had a connection to relay")
+		t.Error("the former daemon ended while it had a connection to relay")
 	}
 	if err := open.Close(); err != nil {
 		t.Fatal(err)
 	}
-	testbed.Eventually(t, "the retired daemon ends with its last connection", before.Ended)
+	testbed.Eventually(t, "the former daemon ends with its last connection", before.Ended)
 	if got := int(seen.Load()); got != 302 {
 		t.Errorf("the destination saw %d connections, want 302", got)
 	}
@@ -101,7 +101,7 @@ func TestRetiredDaemonEndsWithItsLastPod(t *testing.T) {
 		t.Fatalf("DEL: %v", testbed.Describe(err))
 	}
 	pod.Delete()
-	testbed.Eventually(t, "the retired daemon ends with its last pod", before.Ended)
+	testbed.Eventually(t, "the former daemon ends with its last pod", before.Ended)
 }
 
 // TestHandOverToADaemonThatDies: the old daemon goes on as if it had not been asked for its listeners.
@@ -174,5 +174,5 @@ func TestRetiredDaemonThatIsTerminated(t *testing.T) {
 	testbed.WantPending(t, outcome)
 	n.StartConnectProxy()
 	testbed.WantServed(t, outcome, 10)
-	testbed.Eventually(t, "the retired daemon ends", d.Ended)
+	testbed.Eventually(t, "the former daemon ends", d.Ended)
 }

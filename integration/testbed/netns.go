@@ -159,7 +159,13 @@ func Run(tb TB, name string, args ...string) string {
 // batch can take 20 seconds.
 func Eventually(tb TB, event string, cond func() bool) {
 	tb.Helper()
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+	Within(tb, time.Minute, event, cond)
+}
+
+// Within is Eventually with another timeout.
+func Within(tb TB, timeout time.Duration, event string, cond func() bool) {
+	tb.Helper()
+	for deadline := time.Now().Add(timeout); ; time.Sleep(5 * time.Millisecond) {
 		if cond() {
 			return
 		}
