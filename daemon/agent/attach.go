@@ -51,7 +51,8 @@ func (a *Agent) attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 	return d, nil
 }
 
-// enter enters the endpoint of a netns for an attachment. An attachment that was in another netns is removed from there.
+// enter enters the endpoint of a netns for an attachment. An attachment that was in another netns is removed from that
+// one.
 func (a *Agent) enter(id attach.ID, netns attach.NetnsID) *endpoint.Endpoint {
 	if e := a.table.Find(id); e != nil && e.ID != netns {
 		a.forget(id)

@@ -20,9 +20,9 @@ const evictAfter, evictProxyAfter = 10 * time.Second, 2 * time.Minute
 // Start begins the tenure, and returns the listener of the agent socket at path:
 //
 //  1. The daemon that serves the socket, if any, sends its listeners.
-//  2. The gates of the pods that were captured are opened with these listeners, or with new ones, and provisional pods are settled. Whether
-//     the orchestrator wants something else by now is left to Run: to change the rules of hundreds of pods takes many
-//     seconds, and neither the connections nor the other daemon wait for that.
+//  2. The gates of the pods that were captured are opened with these listeners, or with new ones, and provisional pods
+//     are settled. Whether the orchestrator wants something else by now is left to Run: to change the rules of hundreds
+//     of pods takes many seconds, and neither the connections nor the other daemon wait for that.
 //  3. The other daemon is told that its listeners are served. Its tenure ends.
 //  4. The agent socket replaces that of the other daemon. Calls queue there until they are served.
 func (a *Agent) Start(ctx context.Context, path string) (net.Listener, error) {

@@ -11,8 +11,8 @@ var ErrOver = errors.New("another sluiced has taken over, or this one is ending"
 // Tenure is the time in which a daemon owns the node's endpoints. Changes are made within Do. The tenure ends between
 // changes, never during one, and no change is made after its end.
 type Tenure struct {
-	// mu is held for reading while a change is made, and for writing while the tenure ends. It is taken before all other
-	// locks. A change must not call Do, PassOn or End: they would wait for it.
+	// mu is held for reading while a change is made, and for writing while the tenure ends. It is taken before all
+	// other locks. A change must not call Do, PassOn or End: they would wait for it.
 	mu        sync.RWMutex
 	over      bool
 	succeeded chan struct{} // closed when another daemon has taken over

@@ -17,7 +17,7 @@ import (
 )
 
 // Taint is the key of the taint that keeps new pods off a node on which sluice is not ready.
-const Taint = attach.AnnotationPrefix + "not-ready"
+const Taint = "sluice.dev/not-ready"
 
 const (
 	// taintInterval is the time between two checks of the taint. A check reads the informer's cache, not the API

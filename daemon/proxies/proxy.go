@@ -52,7 +52,8 @@ type proxy struct {
 // held is the listeners of one pod that a proxy has.
 type held struct {
 	cookies []uint64
-	// keepUntil: until then, the proxy keeps listeners that it brought along although nothing is offered for their netns.
+	// keepUntil: until then, the proxy keeps listeners that it brought along, although nothing is offered for their
+	// netns.
 	keepUntil time.Time
 	// detached is when the proxy was told to close them; zero if it was not.
 	detached time.Time

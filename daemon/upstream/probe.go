@@ -32,7 +32,8 @@ func (u *Upstream) keepProbing(ctx context.Context) {
 		case err == nil:
 			u.markReady()
 		case isLocalExhaustion(err):
-			u.log.Warn("upstream cannot be probed: this node lacks file descriptors, ports or memory", "upstream", u.name, "err", err)
+			u.log.Warn("upstream cannot be probed: this node lacks file descriptors, ports or memory",
+				"upstream", u.name, "err", err)
 		case timeouts == 1:
 			next = 0 // the whole node may have been suspended: probe again at once
 		default:

@@ -77,7 +77,8 @@ func (u *Upstream) Run(ctx context.Context) error {
 			}
 			// The proxy has ended, or it ends idle connections: the next dial tells which.
 		case ctx.Err() == nil && isLocalExhaustion(err):
-			u.log.Warn("upstream cannot be dialed: this node lacks file descriptors, ports or memory", "upstream", u.name, "err", err)
+			u.log.Warn("upstream cannot be dialed: this node lacks file descriptors, ports or memory",
+				"upstream", u.name, "err", err)
 			next = next.Add(exhaustedInterval)
 		case ctx.Err() == nil:
 			u.markLate(err)
