@@ -51,7 +51,7 @@ func benchMitmdump(b *bench) {
 		load = relayLoad{rounds: 3, bytes: 64 << 20, echoes: 20}
 	}
 	n := b.newNode()
-	p := n.LaunchMitmdump("--listen-host", "0.0.0.0", "--quiet", "--set", "ignore_hosts=.*")
+	p := testbed.LaunchMitmdump(n, "--listen-host", "0.0.0.0", "--quiet", "--set", "ignore_hosts=.*")
 	n.WaitListening(p, testbed.ProxyAddress)
 	sides := b.newSides(n, false)
 	got := b.latency(sides, load)

@@ -22,7 +22,7 @@ import (
 const addon = "deploy/mitmproxy/sluice.py"
 
 // newSocketsNode creates a node where the proxies accept connections in the netns of pods.
-func (b *bench) newSocketsNode() *testbed.Node {
+func newSocketsNode(b *bench) *testbed.Node {
 	n := b.newNode()
 	n.Config["upstream"] = map[string]any{"protocol": "sockets"}
 	return n
@@ -30,14 +30,14 @@ func (b *bench) newSocketsNode() *testbed.Node {
 
 // launchAddon starts a mitmdump that receives the sockets. It forwards without recording, as in benchMitmdump.
 func launchAddon(n *testbed.Node, args ...string) *testbed.Program {
-	return n.LaunchMitmdump(append([]string{
+	return testbed.LaunchMitmdump(n, append([]string{
 		"--listen-host", "0.0.0.0", "--quiet", "--set", "ignore_hosts=.*",
 		"--set", "sluice_socket=" + n.ProxySocket(), "-s", addon,
 	}, args...)...)
 }
 
 // taken waits until the given number of proxies are connected and each has the sockets of the given number of pods.
-func (b *bench) taken(d *testbed.Daemon, proxies, pods int) {
+func taken(b *bench, d *testbed.Daemon, proxies, pods int) {
 	testbed.Eventually(b.tb, "the sockets are handed over", func() bool {
 		up := d.Status().Upstream
 		for _, p := range up.Proxies {
@@ -55,7 +55,7 @@ func benchSockets(b *bench) {
 	if b.short {
 		load = relayLoad{rounds: 3, bytes: 64 << 20, echoes: 20}
 	}
-	n := b.newSocketsNode()
+	n := newSocketsNode(b)
 	p := launchAddon(n)
 	n.WaitListening(p, testbed.ProxyAddress)
 	sides := b.newSides(n, false)
@@ -67,25 +67,25 @@ func benchSockets(b *bench) {
 		b.add(b.compare("sockets", "sockets, mitmdump: "+w.name+", relative to explicit", got, explicit, "Gbit/s").
 			atLeast(1))
 	}
-	b.fastSockets()
-	b.waitingSockets()
-	b.sharedSockets()
-	b.attachSockets()
+	fastSockets(b)
+	waitingSockets(b)
+	sharedSockets(b)
+	attachSockets(b)
 }
 
 // fastSockets does the same comparison with connectproxy.
-func (b *bench) fastSockets() {
+func fastSockets(b *bench) {
 	load := relayLoad{rounds: 11, bytes: 1 << 30, echoes: 300}
 	if b.short {
 		load = relayLoad{rounds: 3, bytes: 128 << 20, echoes: 100}
 	}
-	n := b.newSocketsNode()
+	n := newSocketsNode(b)
 	d := n.StartDaemon()
 	p := testbed.Launch(n.Host, filepath.Join(b.bin, "connectproxy"),
 		"-listen", "0.0.0.0:18080", "-quiet", "-sockets", n.ProxySocket())
 	n.WaitListening(p, testbed.ProxyAddress)
 	sides := b.sidesOf(n)
-	b.taken(d, 1, 1)
+	taken(b, d, 1, 1)
 	got := b.latency(sides, load)
 	b.add(b.compare("sockets", "sockets, fast proxy: connect and echo, p50, relative to explicit", got, explicit, "µs"))
 	for _, w := range ways {
@@ -96,14 +96,14 @@ func (b *bench) fastSockets() {
 }
 
 // waitingSockets measures the memory of connections that wait in the kernel, and counts those that are served later.
-func (b *bench) waitingSockets() {
+func waitingSockets(b *bench) {
 	pods, each := 20, 500
 	if b.short {
 		pods, each = 4, 100
 	}
 	all := pods * each
 	b.tb.must(raiseDescriptors(uint64(all)*3/2), "RLIMIT_NOFILE: each waiting connection is a descriptor here")
-	n := b.newSocketsNode()
+	n := newSocketsNode(b)
 	d := n.StartDaemon()
 	var captured []*testbed.Pod
 	b.progress("%d pods", pods)
@@ -133,34 +133,34 @@ func (b *bench) waitingSockets() {
 }
 
 // sharedSockets compares two processes of mitmdump that share the sockets with one process. They parse every request.
-func (b *bench) sharedSockets() {
+func sharedSockets(b *bench) {
 	period, rounds := 2*time.Second, 7
 	if b.short {
 		period, rounds = time.Second, 3
 	}
-	n := b.newSocketsNode()
+	n := newSocketsNode(b)
 	d := n.StartDaemon()
 	pod := n.AddPod("captured")
 	launch := func(port string) *testbed.Program {
-		return n.LaunchMitmdump("--listen-port", port, "--quiet",
+		return testbed.LaunchMitmdump(n, "--listen-port", port, "--quiet",
 			"--set", "sluice_socket="+n.ProxySocket(), "-s", addon)
 	}
 	launch("18080")
-	b.taken(d, 1, 1)
-	b.rate(pod, period) // warm-up
+	taken(b, d, 1, 1)
+	rate(b, pod, period) // warm-up
 	var rates [2][]float64
 	for range rounds {
-		rates[0] = append(rates[0], b.rate(pod, period))
+		rates[0] = append(rates[0], rate(b, pod, period))
 		two := launch("18081")
-		b.taken(d, 2, 1)
-		b.rate(pod, period)
-		rates[1] = append(rates[1], b.rate(pod, period))
+		taken(b, d, 2, 1)
+		rate(b, pod, period)
+		rates[1] = append(rates[1], rate(b, pod, period))
 		two.Kill()
-		b.taken(d, 1, 1)
+		taken(b, d, 1, 1)
 	}
 	var ideal []float64
 	for range rounds {
-		ideal = append(ideal, b.busy(2)/b.busy(1))
+		ideal = append(ideal, busy(b, 2)/busy(b, 1))
 	}
 	b.add(ratio("sockets", "sockets: requests of two mitmdump processes, relative to one", rates[1], rates[0]).
 		atLeast(1.6).
@@ -170,7 +170,7 @@ func (b *bench) sharedSockets() {
 
 // busy runs independent programs that compute for one second, and returns the sum of their work. It shows the speed-up
 // that the machine allows: two CPUs may be two threads of one core.
-func (b *bench) busy(programs int) float64 {
+func busy(b *bench, programs int) float64 {
 	const program = `
 import time
 end, n = time.monotonic() + 1, 0
@@ -195,7 +195,7 @@ print(n)`
 
 // rate measures for a duration the number of HTTP requests per second. 16 clients send requests at a time, each on a
 // new connection.
-func (b *bench) rate(pod *testbed.Pod, d time.Duration) float64 {
+func rate(b *bench, pod *testbed.Pod, d time.Duration) float64 {
 	var count atomic.Int64
 	var wg sync.WaitGroup
 	end := time.Now().Add(d)
@@ -224,12 +224,12 @@ func (b *bench) rate(pod *testbed.Pod, d time.Duration) float64 {
 }
 
 // attachSockets measures the time from the end of ADD until a proxy has the sockets of the new pod.
-func (b *bench) attachSockets() {
+func attachSockets(b *bench) {
 	pods := 50
 	if b.short {
 		pods = 10
 	}
-	n := b.newSocketsNode()
+	n := newSocketsNode(b)
 	n.StartDaemon()
 	attached, err := attachments(n.ProxySocket())
 	b.tb.must(err, "connecting to the proxy socket")

@@ -68,7 +68,7 @@ func TestInbound(t *testing.T) {
 		t.Run(f.Name, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, "sockets")
-			proxy := n.LaunchAddon(append(testbed.RawTCP, "-s", n.FlowPrinter())...)
+			proxy := testbed.LaunchAddon(n, append(testbed.RawTCP, "-s", testbed.FlowPrinter(n))...)
 			d := n.StartDaemon()
 			pod, other := addServer(t, n, f), n.AddBystander()
 			d.WaitForProxies(1, 1)
@@ -127,7 +127,7 @@ func TestInboundWaits(t *testing.T) {
 			outcome := connect()
 			testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == count })
 			testbed.WantCaller(t, n.Host, addresses[0], gatewayIPv4)
-			proxy := n.StartUpstream()
+			proxy := testbed.StartUpstream(n)
 			testbed.WantServed(t, outcome, count)
 
 			proxy.Kill()
@@ -136,7 +136,7 @@ func TestInboundWaits(t *testing.T) {
 			testbed.Eventually(t, "all of them wait again", func() bool { return d.Waiting(pod) == count })
 			d = n.HandOver(d)
 			testbed.Eventually(t, "they wait at the next daemon", func() bool { return d.Waiting(pod) == count })
-			proxy = n.StartUpstream()
+			proxy = testbed.StartUpstream(n)
 			testbed.WantServed(t, outcome, count)
 
 			proxy.Kill()
@@ -144,7 +144,7 @@ func TestInboundWaits(t *testing.T) {
 			outcome = connect()
 			testbed.WantCaller(t, n.Host, addresses[1], gatewayIPv6)
 			n.StartDaemon()
-			n.StartUpstream()
+			testbed.StartUpstream(n)
 			testbed.WantServed(t, outcome, count)
 		})
 	}
@@ -161,7 +161,7 @@ func TestInboundThroughAProxyInAPod(t *testing.T) {
 	const count = 20
 	outcome := callers(t, n.World, pod, count, home.IPv4, home.IPv6)
 	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == count })
-	proxy := testbed.Launch(home.Host, "mitmdump", append(testbed.RawTCP, "--set", "confdir="+n.Confdir(),
+	proxy := testbed.Launch(home.Host, "mitmdump", append(testbed.RawTCP, "--set", "confdir="+testbed.Confdir(n),
 		"--set", "server=false", "--set", "sluice_socket="+n.ProxySocket(), "-s", testbed.Addon(t))...)
 	testbed.WantServed(t, outcome, count)
 	if ownConnection.MatchString(proxy.Log()) {
@@ -180,7 +180,7 @@ func TestInboundMakesNoLoop(t *testing.T) {
 		t.Run(protocol, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, protocol)
-			proxy := n.StartUpstream()
+			proxy := testbed.StartUpstream(n)
 			d := n.StartDaemon()
 			pod := addServer(t, n, testbed.Flavours[0])
 			loops := func(want int) func() bool {
@@ -221,7 +221,7 @@ func TestInboundMakesNoLoop(t *testing.T) {
 func TestInboundThroughARelay(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+	proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 	n.StartDaemon()
 	pod, other := addServer(t, n, testbed.Flavours[0]), n.AddBystander()
 	for i, family := range []struct{ pod, gateway, other string }{

@@ -16,7 +16,7 @@ func TestCapturePortTakesOnlyRedirectedConnections(t *testing.T) {
 		t.Run(f.Name, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
-			proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+			proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 			n.World.ServeCaller(testbed.Web)
 			d := n.StartDaemon()
 			pod := f.AddPod(t, n, "target", nil)
@@ -59,7 +59,7 @@ func TestCapturePortTakesOnlyRedirectedConnections(t *testing.T) {
 func TestCapturePortOfAnotherPod(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+	proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 	d := n.StartDaemon()
 	target, other := n.AddPod("target"), n.AddPod("other")
 	for _, ip := range []string{target.IPv4, target.IPv6} {
@@ -82,7 +82,7 @@ func TestDestinationsOfTheNodeItself(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	n.Config["capture"] = map[string]any{"source": "all", "excludeCIDRs": []string{}}
-	proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+	proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 	n.World.ServeCaller(testbed.Web)
 	d := n.StartDaemon()
 	pod := n.AddPod("curious")
@@ -118,7 +118,7 @@ func TestDestinationsOfTheNodeItself(t *testing.T) {
 func TestMetadataServiceByRulesOfThePod(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+	proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 	n.StartDaemon()
 	pod := n.AddPod("clever")
 	redirect(pod, "iptables -d 169.254.169.254")

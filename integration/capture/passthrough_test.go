@@ -39,7 +39,7 @@ func newSelectiveNode(t *testing.T) *testbed.Node {
 	for _, port := range []string{"80", "443", "8080", "9001"} {
 		n.World.ServeCaller(":" + port)
 	}
-	n.StartRecordingProxy(testbed.ProxyAddress)
+	testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 	n.Config["capture"] = map[string]any{
 		"source": "all", "excludePorts": []any{8080, "9000-9002"},
 		"excludeCIDRs": []string{"198.51.100.64/28", "2001:db8:0:0:e::/80", "169.254.0.0/16", "fe80::/10"},
@@ -161,7 +161,7 @@ func TestTrafficWithinThePod(t *testing.T) {
 		t.Run(f.Name, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
-			proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+			proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 			d := n.StartDaemon()
 			pod := f.AddPod(t, n, "itself", nil)
 			pod.ServeCaller(":8080")
@@ -237,7 +237,7 @@ func TestExcludedInterface(t *testing.T) {
 		t.Run(f.Name, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
-			proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+			proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 			n.StartDaemon()
 			n.World.ServeCaller(":80")
 			open := f.AddPod(t, n, "open", n.Annotated(map[string]string{"sluice.dev/exclude-interfaces": "ext"}))
@@ -278,7 +278,7 @@ func TestUpstreamIsNotCaptured(t *testing.T) {
 			n.Config["upstream"] = map[string]any{"address": upstream, "protocol": "connect"}
 			n.StartDaemon()
 			pod := f.AddPod(t, n, "explicit", nil) // makes the bridge with the address
-			proxy := n.StartRecordingProxy(upstream)
+			proxy := testbed.StartRecordingProxy(n, upstream)
 			n.World.ServeCaller(testbed.Web)
 			c, err := pod.Dial(testbed.Context(t), "tcp", upstream)
 			if err != nil {

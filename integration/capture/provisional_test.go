@@ -93,7 +93,7 @@ func TestProvisionalPodThatIsNotCaptured(t *testing.T) {
 			for _, address := range webAddresses {
 				wantWay(t, pod, address, straight)
 			}
-			n.StartRecordingProxy(testbed.ProxyAddress)
+			testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 			d := n.StartDaemon()
 			testbed.Eventually(t, "the pod is captured", func() bool { return d.Of(pod).State == attach.Captured })
 			for _, address := range webAddresses {
@@ -179,7 +179,7 @@ func TestProvisionalNestedContainer(t *testing.T) {
 		t.Run(f.Name, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
-			seen := n.ServeEcho()
+			seen := testbed.ServeEcho(n)
 			pod := f.AddPod(t, n, "dind", nil)
 			inner := pod.Nested()
 			outcome := testbed.Echoes(t, 10, 16<<10, inner, pod.Host)
@@ -190,7 +190,7 @@ func TestProvisionalNestedContainer(t *testing.T) {
 			if got := seen.Load(); got != 0 || len(outcome) != 0 {
 				t.Errorf("%d connections have arrived, %d have ended; want none", got, len(outcome))
 			}
-			n.StartConnectProxy()
+			testbed.StartConnectProxy(n)
 			testbed.WantServed(t, outcome, 20)
 			if got := n.SYNs(); got != 0 {
 				t.Errorf("%d SYNs left the pod, want none", got)
@@ -207,8 +207,8 @@ func TestProvisionalPodIsCapturedWhenTheDaemonComes(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
 			n.Plugin["backend"] = backend
-			n.ServeEcho()
-			n.StartConnectProxy()
+			testbed.ServeEcho(n)
+			testbed.StartConnectProxy(n)
 			pod := n.AddPod("early")
 			if r := n.Records(); len(r) != 1 || r[0].State != attach.Provisional {
 				t.Fatalf("got records %s, want one that is provisional", testbed.JSON(r))
@@ -240,7 +240,7 @@ func TestProvisionalConnectionsToExcludedPortsGoStraight(t *testing.T) {
 			n := testbed.New(t)
 			n.Plugin["backend"] = backend
 			n.Config["capture"] = map[string]any{"source": "all", "excludePorts": []string{testbed.EchoPort}}
-			n.ServeEcho()
+			testbed.ServeEcho(n)
 			pod := n.AddPod("early")
 			outcome := testbed.Echoes(t, 10, 200, pod.Host)
 			testbed.WantPending(t, outcome)

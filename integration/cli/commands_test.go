@@ -42,7 +42,7 @@ func TestStatusCommand(t *testing.T) {
 		t.Errorf("while the upstream is late the table has %q, want %q", got, want)
 	}
 
-	n.StartRecordingProxy(testbed.ProxyAddress)
+	testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 	const message = 1500
 	for _, c := range conns[:2] {
 		b := bytes.Repeat([]byte("x"), message)
@@ -167,7 +167,7 @@ func TestWaitCommandEndsWhenTheUpstreamComes(t *testing.T) {
 			t.Errorf("it ended before there was an upstream: %s", w.Log())
 		}
 	}
-	n.StartRecordingProxy(testbed.ProxyAddress)
+	testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 	for _, w := range waiting {
 		testbed.Eventually(t, "it ends", w.Ended)
 		testbed.WantMatch(t, w.Log(), "upstream is (there,|ready) after")

@@ -11,7 +11,7 @@ import (
 // serveWeb serves the world's one page, and starts a proxy: the server sees a captured pod come from the node.
 func serveWeb(n *testbed.Node) *testbed.RecordingProxy {
 	n.World.ServeCaller(testbed.Web)
-	return n.StartRecordingProxy(testbed.ProxyAddress)
+	return testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 }
 
 // TestAddTwice changes nothing, also while a connection waits.
@@ -43,7 +43,7 @@ func TestAddTwice(t *testing.T) {
 			if err := pod.Check(); err != nil {
 				t.Errorf("CHECK: %s", testbed.Describe(err))
 			}
-			n.StartRecordingProxy(testbed.ProxyAddress)
+			testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 			if got, err := testbed.ReadAll(testbed.Context(t), conn); err != nil || got != testbed.NodeIPv4 {
 				t.Errorf("the connection that waited ended with %q, %v", got, err)
 			}

@@ -114,7 +114,7 @@ if command -v iptables-restore; then exit 1; fi`
 		{
 			name: "the upstream is needed, and there", plugin: map[string]any{"statusNeedsUpstream": true},
 			setup: func(t *testing.T, n *testbed.Node) string {
-				n.StartConnectProxy()
+				testbed.StartConnectProxy(n)
 				d := n.StartDaemon()
 				testbed.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
 				return ""

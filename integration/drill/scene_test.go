@@ -51,20 +51,20 @@ func newDrillScene(t *testing.T, protocol string, size drillSize, random *rand.R
 	}
 	s.n.SetProtocol(protocol)
 	if protocol == "sockets" {
-		s.launch = func() *testbed.Program { return s.n.LaunchAddon("--set", "ignore_hosts=.*", "--quiet") }
+		s.launch = func() *testbed.Program { return testbed.LaunchAddon(s.n, "--set", "ignore_hosts=.*", "--quiet") }
 		if *long { // mitmdump can serve a tenth of the load
 			s.launch = func() *testbed.Program {
-				return s.n.StartConnectProxy("-quiet", "-sockets", s.n.ProxySocket())
+				return testbed.StartConnectProxy(s.n, "-quiet", "-sockets", s.n.ProxySocket())
 			}
 		}
 	} else {
-		s.launch = func() *testbed.Program { return s.n.StartConnectProxy("-quiet") }
+		s.launch = func() *testbed.Program { return testbed.StartConnectProxy(s.n, "-quiet") }
 	}
 	// Without it the proxy would run out of ports in less than a minute.
 	s.n.Exec("sysctl", "-qw", "net.ipv4.tcp_tw_reuse=1")
 	s.n.LogLevel = "INFO"
 	s.n.Config["metricsAddress"] = "127.0.0.1:15090"
-	s.n.ServeEcho()
+	testbed.ServeEcho(s.n)
 	if dr.prepare != nil {
 		dr.prepare(s)
 	}

@@ -17,7 +17,7 @@ import (
 func TestHandOverLosesNothing(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	seen := n.ServeEcho()
+	seen := testbed.ServeEcho(n)
 	d := n.StartDaemon()
 	pods := []*testbed.Pod{n.AddPod("one"), n.AddPod("two")}
 	inner := pods[0].Nested()
@@ -28,7 +28,7 @@ func TestHandOverLosesNothing(t *testing.T) {
 	if got := d.Waiting(pods...); got != 300 {
 		t.Errorf("the next daemon sees %d wait, want 300", got)
 	}
-	n.StartConnectProxy()
+	testbed.StartConnectProxy(n)
 	testbed.WantServed(t, outcome, 300)
 
 	open, err := pods[0].Dial(testbed.Context(t), "tcp", testbed.EchoAddresses[0])
@@ -108,7 +108,7 @@ func TestRetiredDaemonEndsWithItsLastPod(t *testing.T) {
 func TestHandOverToADaemonThatDies(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	n.ServeEcho()
+	testbed.ServeEcho(n)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	outcome := testbed.Echoes(t, 20, 1<<10, pod.Host)
@@ -145,7 +145,7 @@ func TestHandOverToADaemonThatDies(t *testing.T) {
 	})
 	_ = c.Close()
 	testbed.Eventually(t, "the daemon notices", func() bool { return strings.Contains(d.Log(), "hand-over failed") })
-	n.StartConnectProxy()
+	testbed.StartConnectProxy(n)
 	testbed.WantServed(t, outcome, 20)
 	if err := n.AddPod("next").Check(); err != nil {
 		t.Errorf("CHECK of a pod that was added then: %v", err)
@@ -157,8 +157,8 @@ func TestHandOverToADaemonThatDies(t *testing.T) {
 func TestRetiredDaemonThatIsTerminated(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	n.ServeEcho()
-	proxy := n.StartConnectProxy()
+	testbed.ServeEcho(n)
+	proxy := testbed.StartConnectProxy(n)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	testbed.EchoAll(t, 2, 100, pod.Host)
@@ -172,7 +172,7 @@ func TestRetiredDaemonThatIsTerminated(t *testing.T) {
 	n.HandOver(d)
 	d.Signal(syscall.SIGTERM)
 	testbed.WantPending(t, outcome)
-	n.StartConnectProxy()
+	testbed.StartConnectProxy(n)
 	testbed.WantServed(t, outcome, 10)
 	testbed.Eventually(t, "the former daemon ends", d.Ended)
 }

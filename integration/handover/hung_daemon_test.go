@@ -19,8 +19,8 @@ func TestHungDaemonIsReplaced(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, protocol)
 			n.Config["metricsAddress"] = "127.0.0.1:15090"
-			n.ServeEcho()
-			n.StartUpstream()
+			testbed.ServeEcho(n)
+			testbed.StartUpstream(n)
 			d := n.StartDaemon()
 			pods := []*testbed.Pod{n.AddPod("one"), n.AddPod("two")}
 			talks := testbed.StartTalks(t, pods[0].Host, 2, 1000)

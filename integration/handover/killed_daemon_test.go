@@ -20,8 +20,8 @@ func TestConnectionsWaitForAKilledDaemon(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
 			n.Plugin["backend"] = backend
-			n.ServeEcho()
-			n.StartConnectProxy()
+			testbed.ServeEcho(n)
+			testbed.StartConnectProxy(n)
 			d := n.StartDaemon()
 			pod := n.AddPod("web")
 			inner := pod.Nested()

@@ -10,8 +10,8 @@ import (
 func relayingNode(t *testing.T) (*testbed.Node, *testbed.Daemon, *testbed.Pod) {
 	t.Helper()
 	n := testbed.New(t)
-	n.ServeEcho()
-	n.StartConnectProxy()
+	testbed.ServeEcho(n)
+	testbed.StartConnectProxy(n)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	return n, d, pod

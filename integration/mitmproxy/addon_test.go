@@ -18,7 +18,7 @@ func TestAddonAcceptsInThePod(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, "sockets")
 			ca := serveWorld(t, n)
-			proxy := n.LaunchAddon("--set", "ssl_verify_upstream_trusted_ca="+ca, "-s", n.FlowPrinter())
+			proxy := testbed.LaunchAddon(n, "--set", "ssl_verify_upstream_trusted_ca="+ca, "-s", testbed.FlowPrinter(n))
 			d := n.StartDaemon()
 			pod := f.AddPod(t, n, "web", nil)
 			d.WaitForProxies(1, 1)
@@ -63,7 +63,7 @@ func TestAddonBehindARelay(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	serveWorld(t, n)
-	proxy := n.StartMitmdump("--showhost", "-s", testbed.Addon(t), "--set", "sluice_socket=", "-s", n.FlowPrinter())
+	proxy := testbed.StartMitmdump(n, "--showhost", "-s", testbed.Addon(t), "--set", "sluice_socket=", "-s", testbed.FlowPrinter(n))
 	n.StartDaemon()
 	pod := n.AddPod("web")
 	m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: testbed.WorldIPv4, seenAs: testbed.NodeIPv4}
@@ -76,9 +76,9 @@ func TestAddonBehindARelay(t *testing.T) {
 
 	// Another client asks a proxy and names that pod.
 	const address = testbed.NodeIPv4 + ":18081"
-	forged := n.LaunchMitmdump(append([]string{
+	forged := testbed.LaunchMitmdump(n, append([]string{
 		"--listen-host", testbed.NodeIPv4, "--listen-port", "18081",
-		"-s", testbed.Addon(t), "--set", "sluice_socket=", "-s", n.FlowPrinter(),
+		"-s", testbed.Addon(t), "--set", "sluice_socket=", "-s", testbed.FlowPrinter(n),
 	}, testbed.RawTCP...)...)
 	n.WaitListening(forged, address)
 	c, err := n.World.Dial(testbed.Context(t), "tcp", address)

@@ -27,7 +27,7 @@ func TestThroughMitmproxy(t *testing.T) {
 				n := testbed.New(t)
 				ca := serveWorld(t, n)
 				n.SetProtocol(protocol.name)
-				proxy := n.StartMitmdump("--mode", protocol.mode, "--showhost",
+				proxy := testbed.StartMitmdump(n, "--mode", protocol.mode, "--showhost",
 					"--set", "ssl_verify_upstream_trusted_ca="+ca)
 				n.StartDaemon()
 				pod := f.AddPod(t, n, "web", nil)
@@ -63,7 +63,7 @@ func (m mitmCase) http(t *testing.T) {
 
 func (m mitmCase) https(t *testing.T) {
 	trusted := x509.NewCertPool()
-	mitmCA, err := os.ReadFile(filepath.Join(m.node.Confdir(), "mitmproxy-ca-cert.pem"))
+	mitmCA, err := os.ReadFile(filepath.Join(testbed.Confdir(m.node), "mitmproxy-ca-cert.pem"))
 	if err != nil || !trusted.AppendCertsFromPEM(mitmCA) {
 		t.Fatalf("mitmproxy's CA: %v", err)
 	}

@@ -36,7 +36,7 @@ func TestBulkDataStaysInTheKernel(t *testing.T) {
 				_, _ = io.CopyN(sum, c, bulkSize)
 				_, _ = c.Write(sum.Sum(nil))
 			})
-			n.StartAnsweringProxy(protocol, "").Mend()
+			testbed.StartAnsweringProxy(n, protocol, "").Mend()
 			d := n.StartDaemon()
 			pod := n.AddPod("big")
 			for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {

@@ -20,7 +20,7 @@ func TestEarlyBytesOfServersAreCounted(t *testing.T) {
 			speech := testbed.RandomBytes(32 << 10)
 			// The client misses bytes that are lost.
 			n.World.Serve(testbed.Web, func(c net.Conn) { _, _ = c.Write(speech) })
-			n.StartAnsweringProxy(protocol, "").Mend()
+			testbed.StartAnsweringProxy(n, protocol, "").Mend()
 			d := n.StartDaemon()
 			pod := n.AddPod("listening")
 			const count = 100

@@ -24,14 +24,14 @@ type upstream struct {
 }
 
 var (
-	connectProxy = upstream{"connect", "connect", func(n *testbed.Node) { n.StartConnectProxy() }, false}
+	connectProxy = upstream{"connect", "connect", func(n *testbed.Node) { testbed.StartConnectProxy(n) }, false}
 	socks5Proxy  = upstream{
-		"socks5", "socks5", func(n *testbed.Node) { n.StartAnsweringProxy("socks5", "").Mend() }, false,
+		"socks5", "socks5", func(n *testbed.Node) { testbed.StartAnsweringProxy(n, "socks5", "").Mend() }, false,
 	}
 
-	mitmproxyByConnect = upstream{"mitmproxy connect", "connect", func(n *testbed.Node) { n.StartMitmdump() }, true}
+	mitmproxyByConnect = upstream{"mitmproxy connect", "connect", func(n *testbed.Node) { testbed.StartMitmdump(n) }, true}
 	mitmproxyBySOCKS5  = upstream{
-		"mitmproxy socks5", "socks5", func(n *testbed.Node) { n.StartMitmdump("--mode", "socks5") }, true,
+		"mitmproxy socks5", "socks5", func(n *testbed.Node) { testbed.StartMitmdump(n, "--mode", "socks5") }, true,
 	}
 
 	upstreams = []upstream{connectProxy, socks5Proxy, mitmproxyByConnect, mitmproxyBySOCKS5}

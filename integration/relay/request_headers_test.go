@@ -11,7 +11,7 @@ import (
 func TestRequestNamesThePod(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	proxy := n.StartRecordingProxy(testbed.ProxyAddress)
+	proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 	n.StartDaemon()
 	pod := n.AddPod("asking")
 	nested := pod.Nested()

@@ -19,8 +19,8 @@ import (
 func proxiedNode(t *testing.T) (*testbed.Node, *testbed.Program, *testbed.Daemon, *testbed.Pod) {
 	t.Helper()
 	n := testbed.NewWith(t, "sockets")
-	n.ServeEcho()
-	proxy := n.LaunchAddon(testbed.RawTCP...)
+	testbed.ServeEcho(n)
+	proxy := testbed.LaunchAddon(n, testbed.RawTCP...)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	d.WaitForProxies(1, 1)
@@ -35,7 +35,7 @@ func TestConnectionsWaitInFullAcceptQueues(t *testing.T) {
 		t.Run(f.Name, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, "sockets")
-			n.ServeEcho()
+			testbed.ServeEcho(n)
 			d := n.StartDaemon()
 			const backlog = 8
 			narrow := func(p *testbed.Pod) { p.Exec("sysctl", "-qw", "net.core.somaxconn="+strconv.Itoa(backlog)) }
@@ -61,7 +61,7 @@ func TestConnectionsWaitInFullAcceptQueues(t *testing.T) {
 			}
 			outcome := connect()
 			testbed.Eventually(t, "the queues of both families are full", full)
-			proxy := n.LaunchAddon(testbed.RawTCP...)
+			proxy := testbed.LaunchAddon(n, testbed.RawTCP...)
 			testbed.WantServed(t, outcome, clients)
 
 			proxy.Freeze()
@@ -71,7 +71,7 @@ func TestConnectionsWaitInFullAcceptQueues(t *testing.T) {
 				up := d.Status().Upstream
 				return !up.Ready && len(up.Proxies) == 1 && up.Proxies[0].Hangs
 			})
-			other := n.LaunchAddon(testbed.RawTCP...)
+			other := testbed.LaunchAddon(n, testbed.RawTCP...)
 			testbed.WantServed(t, outcome, clients) // one proxy that answers is enough
 			other.Freeze()
 			outcome = connect()
@@ -83,7 +83,7 @@ func TestConnectionsWaitInFullAcceptQueues(t *testing.T) {
 			if after := d.Waiting(pods...); after != before || !full() {
 				t.Errorf("%d connections waited before the proxies ended, %d wait now; want as many", before, after)
 			}
-			n.LaunchAddon(testbed.RawTCP...)
+			testbed.LaunchAddon(n, testbed.RawTCP...)
 			testbed.WantServed(t, outcome, clients)
 		})
 	}
@@ -93,9 +93,9 @@ func TestConnectionsWaitInFullAcceptQueues(t *testing.T) {
 func TestProxiesShareTheAcceptQueues(t *testing.T) {
 	t.Parallel()
 	n := testbed.NewWith(t, "sockets")
-	n.ServeEcho()
+	testbed.ServeEcho(n)
 	second := append(slices.Clone(testbed.RawTCP), "--listen-port", "18081")
-	proxies := []*testbed.Program{n.LaunchAddon(testbed.RawTCP...), n.LaunchAddon(second...)}
+	proxies := []*testbed.Program{testbed.LaunchAddon(n, testbed.RawTCP...), testbed.LaunchAddon(n, second...)}
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	d.WaitForProxies(2, 1)
@@ -156,7 +156,7 @@ func TestProxyServesWithoutTheDaemon(t *testing.T) {
 func TestFromRelayToSocketsAndBack(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	n.ServeEcho()
+	testbed.ServeEcho(n)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	outcome := testbed.Echoes(t, 20, 200, pod.Host)
@@ -164,7 +164,7 @@ func TestFromRelayToSocketsAndBack(t *testing.T) {
 	relayed := n.Config["upstream"]
 	n.Config["upstream"] = map[string]any{"protocol": "sockets"}
 	d = n.HandOver(d)
-	proxy := n.LaunchAddon(testbed.RawTCP...)
+	proxy := testbed.LaunchAddon(n, testbed.RawTCP...)
 	testbed.WantServed(t, outcome, 20)
 
 	open, err := pod.Dial(testbed.Context(t), "tcp", testbed.EchoAddresses[0])
@@ -178,7 +178,7 @@ func TestFromRelayToSocketsAndBack(t *testing.T) {
 	testbed.Eventually(t, "the proxy was told to let go", func() bool {
 		return strings.Count(proxy.Log(), "connected to sluiced") == 2
 	})
-	n.StartConnectProxy()
+	testbed.StartConnectProxy(n)
 	testbed.Eventually(t, "the relay accepts", func() bool {
 		err := testbed.Echo(testbed.Context(t), pod.Host, testbed.EchoAddresses[1], []byte{1, 2, 3})
 		return err == nil && d.Of(pod).Bytes > 0
@@ -190,8 +190,8 @@ func TestFromRelayToSocketsAndBack(t *testing.T) {
 func TestPodEndsWhileTheProxyIsStopped(t *testing.T) {
 	t.Parallel()
 	n := testbed.NewWith(t, "sockets")
-	n.ServeEcho()
-	proxy := n.LaunchAddon(testbed.RawTCP...)
+	testbed.ServeEcho(n)
+	proxy := testbed.LaunchAddon(n, testbed.RawTCP...)
 	d := n.StartDaemon()
 	pod, other := n.AddPod("web"), n.AddPod("other")
 	d.WaitForProxies(1, 2)
@@ -229,12 +229,12 @@ func TestProxyClosesDescriptorsOfEndedConnections(t *testing.T) {
 func TestProxyWithFewDescriptors(t *testing.T) {
 	t.Parallel()
 	n := testbed.NewWith(t, "sockets")
-	n.ServeEcho()
+	testbed.ServeEcho(n)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	outcome := testbed.Echoes(t, 200, 200, pod.Host)
 	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == 200 })
-	proxy := n.LaunchAddon(testbed.RawTCP...)
+	proxy := testbed.LaunchAddon(n, testbed.RawTCP...)
 	few := unix.Rlimit{Cur: 128, Max: 128}
 	if err := unix.Prlimit(proxy.Pid(), unix.RLIMIT_NOFILE, &few, nil); err != nil {
 		t.Fatal(err)

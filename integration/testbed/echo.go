@@ -23,7 +23,7 @@ const EchoPort = "7"
 var EchoAddresses = []string{net.JoinHostPort(WorldIPv4, EchoPort), net.JoinHostPort(WorldIPv6, EchoPort)}
 
 // ServeEcho serves echo in the world and counts the connections.
-func (n *Node) ServeEcho() *atomic.Int64 {
+func ServeEcho(n *Node) *atomic.Int64 {
 	n.tb.Helper()
 	var seen atomic.Int64
 	for _, a := range EchoAddresses {

@@ -19,42 +19,42 @@ func Addon(tb TB) string {
 }
 
 // StartMitmdump starts mitmdump as the node's proxy and waits until it listens.
-func (n *Node) StartMitmdump(args ...string) *Program {
+func StartMitmdump(n *Node, args ...string) *Program {
 	n.tb.Helper()
-	p := n.LaunchMitmdump(args...)
+	p := LaunchMitmdump(n, args...)
 	n.WaitListening(p, ProxyAddress)
 	return p
 }
 
 // Confdir is where mitmdump keeps its CA. It is the same for every start.
-func (n *Node) Confdir() string { return filepath.Join(n.Dir, "mitmproxy") }
+func Confdir(n *Node) string { return filepath.Join(n.Dir, "mitmproxy") }
 
 // LaunchMitmdump is StartMitmdump that does not wait.
-func (n *Node) LaunchMitmdump(args ...string) *Program {
+func LaunchMitmdump(n *Node, args ...string) *Program {
 	n.tb.Helper()
 	host, port, err := net.SplitHostPort(ProxyAddress)
 	if err != nil {
 		n.tb.Fatalf("%v", err)
 	}
-	if err := n.copyMitmproxyCA(); err != nil {
+	if err := copyMitmproxyCA(n); err != nil {
 		n.tb.Fatalf("mitmproxy's CA: %v", err)
 	}
 	return Launch(n.Host, "mitmdump", append([]string{
-		"--listen-host", host, "--listen-port", port, "--set", "confdir=" + n.Confdir(),
+		"--listen-host", host, "--listen-port", port, "--set", "confdir=" + Confdir(n),
 	}, args...)...)
 }
 
 // copyMitmproxyCA gives the node the CA that all tests share, unless it has one. To generate one takes mitmdump as long
 // as to start.
-func (n *Node) copyMitmproxyCA() error {
-	if _, err := os.Stat(n.Confdir()); err == nil {
+func copyMitmproxyCA(n *Node) error {
+	if _, err := os.Stat(Confdir(n)); err == nil {
 		return nil
 	}
 	ca, err := mitmproxyCA()
 	if err != nil {
 		return err
 	}
-	return os.CopyFS(n.Confdir(), os.DirFS(ca))
+	return os.CopyFS(Confdir(n), os.DirFS(ca))
 }
 
 // mitmproxyCA returns a folder with a CA that mitmdump has generated, in bin/testing, where binaries are too.
@@ -95,9 +95,9 @@ var mitmproxyCA = sync.OnceValues(func() (dir string, err error) {
 })
 
 // LaunchAddon launches mitmdump with the addon as a proxy of the protocol `sockets`, and does not wait for it.
-func (n *Node) LaunchAddon(args ...string) *Program {
+func LaunchAddon(n *Node, args ...string) *Program {
 	n.tb.Helper()
-	return n.LaunchMitmdump(append([]string{
+	return LaunchMitmdump(n, append([]string{
 		"--showhost", "--set", "server=false", "--set", "sluice_socket=" + n.ProxySocket(), "-s", Addon(n.tb),
 	}, args...)...)
 }
@@ -117,7 +117,7 @@ func (d *Daemon) WaitForProxies(count, pods int) {
 }
 
 // FlowPrinter writes an addon for mitmproxy that prints the pod and the comment of every flow, and returns its path.
-func (n *Node) FlowPrinter() string {
+func FlowPrinter(n *Node) string {
 	n.tb.Helper()
 	const program = `
 def tell(kind, flow):

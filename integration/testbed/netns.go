@@ -8,8 +8,8 @@
 // A test begins with a few lines of these:
 //
 //	n := testbed.New(t)                     // a node, and the world
-//	n.ServeEcho()                           // an echo service in the world
-//	proxy := n.StartConnectProxy()
+//	ServeEcho(n)                           // an echo service in the world
+//	proxy := StartConnectProxy(n)
 //	d := n.StartDaemon()
 //	pod := n.AddPod("web")                  // by ADD of the real chain
 //	testbed.EchoAll(t, 10, 200, pod.Host)   // ten connections, 200 bytes each

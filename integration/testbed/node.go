@@ -102,7 +102,7 @@ func NewNode(tb TB, binaries string) *Node {
 	// The bridge's address is unique here: duplicate address detection would take a second to find that out.
 	n.Exec("sysctl", "-qw",
 		"net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1", "net.ipv6.conf.default.accept_dad=0")
-	n.watchSYNs()
+	watchSYNs(n)
 	return n
 }
 
@@ -153,11 +153,11 @@ func (n *Node) ConfFile() string { return filepath.Join(n.ConfDir, "10-pods.conf
 // Primary is the conflist as the primary plugin's own installer writes it.
 func (n *Node) Primary() []byte {
 	n.tb.Helper()
-	return n.marshal(n.CNIVersion, n.bridge())
+	return marshalConflist(n, n.CNIVersion, bridgeConf(n))
 }
 
 // watchSYNs counts the SYNs that leave the pods' links: connections that bypass capture.
-func (n *Node) watchSYNs() {
+func watchSYNs(n *Node) {
 	rules := filepath.Join(n.Dir, "watch.nft")
 	err := os.WriteFile(rules, []byte(`table inet watch {
 	counter syns { }
@@ -190,7 +190,7 @@ func (n *Node) SYNs() int {
 func (n *Node) Conflist() *libcni.NetworkConfigList {
 	n.tb.Helper()
 	if n.ConfDir == "" {
-		return n.conflist(n.CNIVersion, n.bridge(), n.Plugin)
+		return newConflist(n, n.CNIVersion, bridgeConf(n), n.Plugin)
 	}
 	list, err := libcni.ConfListFromFile(n.ConfFile())
 	if err != nil {
@@ -199,7 +199,7 @@ func (n *Node) Conflist() *libcni.NetworkConfigList {
 	return list
 }
 
-func (n *Node) bridge() map[string]any {
+func bridgeConf(n *Node) map[string]any {
 	return map[string]any{
 		"type": "bridge", "bridge": "cni0", "isGateway": true,
 		"ipam": map[string]any{
@@ -212,21 +212,21 @@ func (n *Node) bridge() map[string]any {
 
 // alone is sluice's entry without the others, for GC and STATUS: the bridge plugin of some distributions is older than
 // these verbs.
-func (n *Node) alone() *libcni.NetworkConfigList {
+func sluiceConflist(n *Node) *libcni.NetworkConfigList {
 	n.tb.Helper()
-	return n.conflist("1.1.0", n.Plugin)
+	return newConflist(n, "1.1.0", n.Plugin)
 }
 
-func (n *Node) conflist(version string, plugins ...any) *libcni.NetworkConfigList {
+func newConflist(n *Node, version string, plugins ...any) *libcni.NetworkConfigList {
 	n.tb.Helper()
-	list, err := libcni.ConfListFromBytes(n.marshal(version, plugins...))
+	list, err := libcni.ConfListFromBytes(marshalConflist(n, version, plugins...))
 	if err != nil {
 		n.tb.Fatalf("conflist: %v", err)
 	}
 	return list
 }
 
-func (n *Node) marshal(version string, plugins ...any) []byte {
+func marshalConflist(n *Node, version string, plugins ...any) []byte {
 	n.tb.Helper()
 	data, err := json.Marshal(map[string]any{"cniVersion": version, "name": "pods", "plugins": plugins})
 	if err != nil {
@@ -356,7 +356,7 @@ func (p *Pod) Check() error {
 
 // GC runs the chain's GC with these pods as the valid ones.
 func (n *Node) GC(valid ...*Pod) error {
-	list := n.alone()
+	list := sluiceConflist(n)
 	args := &libcni.GCArgs{}
 	for _, p := range valid {
 		args.ValidAttachments = append(args.ValidAttachments, types.GCAttachment{ContainerID: p.ID, IfName: "eth0"})
@@ -366,7 +366,7 @@ func (n *Node) GC(valid ...*Pod) error {
 
 // Status runs the chain's STATUS.
 func (n *Node) Status() error {
-	list := n.alone()
+	list := sluiceConflist(n)
 	return n.Do(func() error { return n.cni.GetStatusNetworkList(context.Background(), list) })
 }
 

@@ -22,16 +22,16 @@ const (
 
 // StartUpstream starts the upstream for the protocol that the node was made with: connectproxy, or with "sockets"
 // mitmdump with the addon, which it does not wait for.
-func (n *Node) StartUpstream() *Program {
+func StartUpstream(n *Node) *Program {
 	n.tb.Helper()
 	if upstream, ok := n.Config["upstream"].(map[string]any); ok && upstream["protocol"] == "sockets" {
-		return n.LaunchAddon(RawTCP...)
+		return LaunchAddon(n, RawTCP...)
 	}
-	return n.StartConnectProxy()
+	return StartConnectProxy(n)
 }
 
 // StartConnectProxy starts the fast CONNECT proxy as the node's upstream.
-func (n *Node) StartConnectProxy(args ...string) *Program {
+func StartConnectProxy(n *Node, args ...string) *Program {
 	n.tb.Helper()
 	p := Launch(n.Host, n.Binary("connectproxy"), append([]string{"-listen", ProxyAddress}, args...)...)
 	n.WaitListening(p, ProxyAddress)
@@ -46,7 +46,7 @@ type RecordingProxy struct {
 }
 
 // StartRecordingProxy starts a recording HTTP CONNECT proxy on the node.
-func (n *Node) StartRecordingProxy(address string) *RecordingProxy {
+func StartRecordingProxy(n *Node, address string) *RecordingProxy {
 	n.tb.Helper()
 	p := &RecordingProxy{node: n}
 	n.Serve(address, p.serve)
@@ -63,7 +63,7 @@ func (p *RecordingProxy) serve(c net.Conn) {
 	p.mu.Lock()
 	p.seen = append(p.seen, req)
 	p.mu.Unlock()
-	p.node.ConnectTo(c, in, req.Host, Connected, badGateway)
+	ConnectTo(p.node, c, in, req.Host, Connected, badGateway)
 }
 
 // Requests are those that were made so far.
@@ -89,7 +89,7 @@ type AnsweringProxy struct {
 
 // StartAnsweringProxy starts an upstream that speaks the protocol, connect or socks5. An empty answer is a connection
 // that ends without one; with SOCKS5 an answer of two bytes is the answer to the greeting.
-func (n *Node) StartAnsweringProxy(protocol, answer string) *AnsweringProxy {
+func StartAnsweringProxy(n *Node, protocol, answer string) *AnsweringProxy {
 	n.tb.Helper()
 	p := &AnsweringProxy{node: n, answer: answer}
 	serve := p.serveConnect
@@ -114,7 +114,7 @@ func (p *AnsweringProxy) serveConnect(c net.Conn) {
 	}
 	p.asked.Add(1)
 	if p.mended.Load() {
-		p.node.ConnectTo(c, in, req.Host, Connected, "")
+		ConnectTo(p.node, c, in, req.Host, Connected, "")
 		return
 	}
 	p.reply(c)
@@ -136,7 +136,7 @@ func (p *AnsweringProxy) serveSOCKS5(c net.Conn) {
 		return // the daemon may end at any time
 	}
 	if p.mended.Load() {
-		p.node.ConnectTo(c, c, destination, "\x05\x00\x00\x01\x00\x00\x00\x00\x00\x00", "")
+		ConnectTo(p.node, c, c, destination, "\x05\x00\x00\x01\x00\x00\x00\x00\x00\x00", "")
 		return
 	}
 	p.reply(c)
@@ -170,7 +170,7 @@ func readSOCKS5(c net.Conn) (string, error) {
 
 // ConnectTo connects to a destination from the node on behalf of c, as a proxy does. It answers c with connected or
 // with refused, and carries bytes both ways until both directions have ended. The bytes of c are read from in.
-func (n *Node) ConnectTo(c net.Conn, in io.Reader, destination, connected, refused string) {
+func ConnectTo(n *Node, c net.Conn, in io.Reader, destination, connected, refused string) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
 	to, err := n.Dial(ctx, "tcp", destination)

@@ -87,7 +87,7 @@ func TestDirect(t *testing.T) {
 				n := testbed.NewWith(t, protocol)
 				n.Config["metricsAddress"] = "127.0.0.1:15090"
 				n.LogLevel = "INFO"
-				n.ServeEcho()
+				testbed.ServeEcho(n)
 				n.World.ServeCaller(":80")
 				d := n.StartDaemon()
 				patient := f.AddPod(t, n, "patient", nil)
@@ -111,7 +111,7 @@ func TestDirect(t *testing.T) {
 				if got := d.Waiting(patient); got != 2 {
 					t.Errorf("%d connections of the other pod wait, want 2", got)
 				}
-				n.StartUpstream()
+				testbed.StartUpstream(n)
 				testbed.WantServed(t, waits, 2)
 				testbed.WantCaller(t, pod.Host, net.JoinHostPort(testbed.WorldIPv4, "80"), testbed.NodeIPv4)
 				testbed.WantCaller(t, pod.Host, net.JoinHostPort(testbed.WorldIPv6, "80"), testbed.NodeIPv6)
@@ -173,7 +173,7 @@ func TestSYNOfAKnownConnectionIsDropped(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
 			servePeers(n)
-			n.StartConnectProxy()
+			testbed.StartConnectProxy(n)
 			n.StartDaemon()
 			pod := f.AddPod(t, n, "pod", nil)
 			nested := pod.Nested()
@@ -205,7 +205,7 @@ func TestSYNOfAKnownConnectionIsDropped(t *testing.T) {
 func TestEndsOfDirectConnections(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	n.ServeEcho()
+	testbed.ServeEcho(n)
 	server := testbed.Accepted(t, n, testbed.WorldIPv4+":82")
 	d := n.StartDaemon()
 	pod := testbed.Flavours[0].AddPod(t, n, "pod", n.Annotated(direct))
@@ -257,7 +257,7 @@ func TestDirectConnectionsSurviveAHandOver(t *testing.T) {
 		t.Run(protocol, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, protocol)
-			n.ServeEcho()
+			testbed.ServeEcho(n)
 			d := n.StartDaemon()
 			pod := testbed.Flavours[0].AddPod(t, n, "pod", n.Annotated(direct))
 			talks := testbed.StartTalks(t, pod.Host, 2, 1000)

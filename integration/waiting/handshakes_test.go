@@ -52,7 +52,7 @@ func (p *holdingProxy) serve(c net.Conn) {
 		<-p.hold()
 	}
 	answered()
-	p.node.ConnectTo(c, in, req.Host, testbed.Connected, "")
+	testbed.ConnectTo(p.node, c, in, req.Host, testbed.Connected, "")
 }
 
 // hold counts a request among those held. It returns a channel that is closed when the request may be answered.
@@ -95,7 +95,7 @@ func (p *holdingProxy) most() (held, connected int) {
 func TestHandshakesAreBounded(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	n.ServeEcho()
+	testbed.ServeEcho(n)
 	d := n.StartDaemon()
 	pods := []*testbed.Pod{n.AddPod("a"), n.AddPod("b"), n.AddPod("c")}
 	const count = 300
@@ -124,7 +124,7 @@ func TestHandshakesAreBounded(t *testing.T) {
 func TestDeadDestinationsDelayNoOthers(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	n.ServeEcho()
+	testbed.ServeEcho(n)
 	dead := testbed.EchoAddresses[1]
 	proxy := startHoldingProxy(n, func(destination string) bool { return destination == dead })
 	d := n.StartDaemon()

@@ -26,7 +26,7 @@ func TestQueueTimeout(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, protocol)
 			n.Config["late"] = map[string]any{"policy": "queue", "timeout": "2s"}
-			n.ServeEcho()
+			testbed.ServeEcho(n)
 			d := n.StartDaemon()
 			hasty := n.AddPod("hasty")
 			patient := testbed.Flavours[0].AddPod(t, n, "patient", n.Annotated(late("queue", "0s")))
@@ -41,7 +41,7 @@ func TestQueueTimeout(t *testing.T) {
 			testbed.Eventually(t, "the log says that they were reset", func() bool {
 				return strings.Contains(d.Log(), "connections were reset: they had waited for the upstream")
 			})
-			n.StartUpstream()
+			testbed.StartUpstream(n)
 			testbed.WantServed(t, served, 10)
 			testbed.EchoAll(t, 10, 200, hasty.Host)
 		})
@@ -52,7 +52,7 @@ func TestQueueTimeout(t *testing.T) {
 func TestHold(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	n.ServeEcho()
+	testbed.ServeEcho(n)
 	d := n.StartDaemon()
 	given := n.NewPod("givenup")
 	n.Annotated(late("hold", "300ms"))(given)
@@ -73,7 +73,7 @@ func TestHold(t *testing.T) {
 		t.Fatalf("ADD of a pod that is held returned: %v", err)
 	case <-time.After(300 * time.Millisecond):
 	}
-	n.StartConnectProxy()
+	testbed.StartConnectProxy(n)
 	if err := <-added; err != nil {
 		t.Fatalf("ADD: %v", testbed.Describe(err))
 	}
@@ -92,8 +92,8 @@ func TestUpstreamThatFailsItsProbeIsLate(t *testing.T) {
 			n.Config["upstream"] = map[string]any{
 				"address": testbed.ProxyAddress, "protocol": m.protocol, "probeInterval": "100ms",
 			}
-			n.ServeEcho()
-			proxy := n.StartMitmdump("--mode", m.mode, "--set", "ignore_hosts=.*")
+			testbed.ServeEcho(n)
+			proxy := testbed.StartMitmdump(n, "--mode", m.mode, "--set", "ignore_hosts=.*")
 			d := n.StartDaemon()
 			pod := n.AddPod("web")
 			testbed.EchoAll(t, 4, 200, pod.Host)

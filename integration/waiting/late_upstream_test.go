@@ -30,7 +30,7 @@ func TestRequestWaitsForMitmproxy(t *testing.T) {
 	if got := n.SYNs(); got != 0 {
 		t.Errorf("%d SYNs left the pod, want none", got)
 	}
-	n.StartMitmdump()
+	testbed.StartMitmdump(n)
 	if r := <-done; r.err != nil || r.body != "hello 198.51.100.1" {
 		t.Errorf("got %q, %v; want the page, asked for by the node", r.body, r.err)
 	}
@@ -56,7 +56,7 @@ func TestThousandConnectionsWaitForTheUpstream(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
 			n.Plugin["backend"] = backend
-			seen := n.ServeEcho()
+			seen := testbed.ServeEcho(n)
 			d := n.StartDaemon()
 			var pods []*testbed.Pod
 			var hosts []*testbed.Host
@@ -70,7 +70,7 @@ func TestThousandConnectionsWaitForTheUpstream(t *testing.T) {
 				t.Errorf("%d SYNs left the pods, %d connections arrived, %d clients have ended; want none",
 					got, seen.Load(), len(outcome))
 			}
-			n.StartConnectProxy()
+			testbed.StartConnectProxy(n)
 			testbed.WantServed(t, outcome, 1000)
 			if got := n.SYNs(); got != 0 {
 				t.Errorf("%d SYNs left the pods, want none", got)
@@ -87,13 +87,13 @@ func TestNestedContainerIsCapturedAndWaits(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
 			n.Plugin["backend"] = backend
-			n.ServeEcho()
+			testbed.ServeEcho(n)
 			d := n.StartDaemon()
 			pod := n.AddPod("dind")
 			inner := pod.Nested()
 			outcome := testbed.Echoes(t, 20, 200, inner)
 			testbed.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 20 })
-			n.StartConnectProxy()
+			testbed.StartConnectProxy(n)
 			testbed.WantServed(t, outcome, 20)
 			if got := n.SYNs(); got != 0 {
 				t.Errorf("%d SYNs left the pod, want none", got)

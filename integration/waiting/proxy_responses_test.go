@@ -39,8 +39,8 @@ func TestConnectionsWaitWhileTheUpstreamFails(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, c.protocol)
-			seen := n.ServeEcho()
-			proxy := n.StartAnsweringProxy(c.protocol, c.answer)
+			seen := testbed.ServeEcho(n)
+			proxy := testbed.StartAnsweringProxy(n, c.protocol, c.answer)
 			d := n.StartDaemon()
 			pod := n.AddPod("patient")
 			const count = 10
@@ -75,8 +75,8 @@ func TestMisconfiguredUpstreamIsReported(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, c.protocol)
-			n.ServeEcho()
-			proxy := n.StartAnsweringProxy(c.protocol, c.answer)
+			testbed.ServeEcho(n)
+			proxy := testbed.StartAnsweringProxy(n, c.protocol, c.answer)
 			d := n.StartDaemon()
 			pod := n.AddPod("patient")
 			const count = 6
@@ -134,7 +134,7 @@ func TestUnreachableDestinationIsAReset(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, c.protocol)
-			proxy := n.StartAnsweringProxy(c.protocol, c.answer)
+			proxy := testbed.StartAnsweringProxy(n, c.protocol, c.answer)
 			d := n.StartDaemon()
 			pod := n.AddPod("unlucky")
 			nested := pod.Nested()
@@ -162,7 +162,7 @@ func TestClosedPortBehindMitmproxyIsAReset(t *testing.T) {
 		t.Run(m.protocol, func(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, m.protocol)
-			n.StartMitmdump("--mode", m.mode)
+			testbed.StartMitmdump(n, "--mode", m.mode)
 			n.StartDaemon()
 			pod := n.AddPod("unlucky")
 			for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
@@ -180,7 +180,7 @@ func TestMitmproxyThatWantsAPassword(t *testing.T) {
 			t.Parallel()
 			n := testbed.NewWith(t, m.protocol)
 			serveHTTP(n, testbed.Web)
-			proxy := n.StartMitmdump("--mode", m.mode, "--set", "proxyauth=user:secret")
+			proxy := testbed.StartMitmdump(n, "--mode", m.mode, "--set", "proxyauth=user:secret")
 			d := n.StartDaemon()
 			pod := n.AddPod("patient")
 			page := make(chan error, 1)
@@ -194,7 +194,7 @@ func TestMitmproxyThatWantsAPassword(t *testing.T) {
 				t.Errorf("%d requests wait, %d have ended; want one to wait", got, len(page))
 			}
 			proxy.Kill()
-			n.StartMitmdump("--mode", m.mode)
+			testbed.StartMitmdump(n, "--mode", m.mode)
 			testbed.WantServed(t, page, 1)
 		})
 	}
@@ -205,7 +205,7 @@ func TestMitmproxyOutOfDescriptors(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	serveHTTP(n, testbed.Web)
-	proxy := n.StartMitmdump()
+	proxy := testbed.StartMitmdump(n)
 	d := n.StartDaemon()
 	pod := n.AddPod("patient")
 	// Python opens files too, for the modules that a first request needs.

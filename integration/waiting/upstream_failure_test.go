@@ -15,8 +15,8 @@ func TestUpstreamKilledAtEveryStage(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
 			n.Plugin["backend"] = backend
-			seen := n.ServeEcho()
-			proxy := n.StartConnectProxy()
+			seen := testbed.ServeEcho(n)
+			proxy := testbed.StartConnectProxy(n)
 			d := n.StartDaemon()
 			pod := n.AddPod("busy")
 			inner := pod.Nested()
@@ -45,7 +45,7 @@ func TestUpstreamKilledAtEveryStage(t *testing.T) {
 			if got := seen.Load(); got != relayedCount {
 				t.Errorf("%d connections have reached the destination, want %d, those relayed", got, relayedCount)
 			}
-			n.StartConnectProxy()
+			testbed.StartConnectProxy(n)
 			testbed.WantEchoes(t, late)
 			if got := seen.Load(); got != relayedCount+waitingCount {
 				const all = relayedCount + waitingCount
@@ -61,11 +61,11 @@ func TestUpstreamKilledAtEveryStage(t *testing.T) {
 func TestUpstreamKilledWhileConnectionsWait(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	n.ServeEcho()
+	testbed.ServeEcho(n)
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	// While it is stopped its backlog takes connections, so the daemon connects and gets no answer.
-	proxy := n.StartConnectProxy()
+	proxy := testbed.StartConnectProxy(n)
 	testbed.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
 	proxy.Freeze()
 	outcome := testbed.Echoes(t, 50, 64<<10, pod.Host)
@@ -73,6 +73,6 @@ func TestUpstreamKilledWhileConnectionsWait(t *testing.T) {
 	proxy.Kill()
 	testbed.Eventually(t, "the upstream is gone", func() bool { return !d.Status().Upstream.Ready })
 	testbed.WantPending(t, outcome)
-	n.StartConnectProxy()
+	testbed.StartConnectProxy(n)
 	testbed.WantServed(t, outcome, 50)
 }

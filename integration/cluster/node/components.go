@@ -94,7 +94,7 @@ func (c Config) kubelet() component {
 	}, answers("http://127.0.0.1:10248/healthz")}
 }
 
-func (c Config) kubeletConfig() map[string]any {
+func kubeletConfig(c Config) map[string]any {
 	return map[string]any{
 		"apiVersion":               "kubelet.config.k8s.io/v1beta1",
 		"kind":                     "KubeletConfiguration",
@@ -129,7 +129,7 @@ func (c Config) proxy() component {
 	return component{"kube-proxy", args, answers("http://127.0.0.1:10256/healthz")}
 }
 
-func (c Config) proxyConfig() map[string]any {
+func proxyConfig(c Config) map[string]any {
 	return map[string]any{
 		"apiVersion":       "kubeproxy.config.k8s.io/v1alpha1",
 		"kind":             "KubeProxyConfiguration",

@@ -155,9 +155,9 @@ func (c Config) layDown(paths map[string]string, pause []byte) error {
 	f.text("/etc/hosts", fmt.Sprintf("127.0.0.1 localhost\n::1 localhost\n%s %s\n", nodeIPv4, Name))
 	f.text("/etc/resolv.conf", "nameserver "+WorldIPv4+"\n")
 	f.text("/etc/containerd/config.toml", containerdConfig)
-	f.text("/etc/cni/net.d/10-bridge.conflist", c.conflist())
-	f.yaml(kubeDir+"/kubelet.yaml", c.kubeletConfig())
-	f.yaml(kubeDir+"/kube-proxy.yaml", c.proxyConfig())
+	f.text("/etc/cni/net.d/10-bridge.conflist", conflist(c))
+	f.yaml(kubeDir+"/kubelet.yaml", kubeletConfig(c))
+	f.yaml(kubeDir+"/kube-proxy.yaml", proxyConfig(c))
 	if f.err != nil {
 		return f.err
 	}
@@ -253,7 +253,7 @@ const containerdConfig = `version = 4
       SystemdCgroup = false
 `
 
-func (c Config) conflist() string {
+func conflist(c Config) string {
 	ranges := []any{[]any{map[string]string{"subnet": podsIPv4}}}
 	routes := []any{map[string]string{"dst": "0.0.0.0/0"}}
 	if c.DualStack {
