@@ -201,51 +201,39 @@ func TestProvisionalNestedContainer(t *testing.T) {
 
 // TestProvisionalPodIsCapturedWhenTheDaemonComes: its connections wait for the daemon.
 func TestProvisionalPodIsCapturedWhenTheDaemonComes(t *testing.T) {
-	t.Parallel()
-	for _, backend := range []string{"iptables", "nftables"} {
-		t.Run(backend, func(t *testing.T) {
-			t.Parallel()
-			n := testbed.New(t)
-			n.Plugin["backend"] = backend
-			testbed.ServeEcho(n)
-			testbed.StartConnectProxy(n)
-			pod := n.AddPod("early")
-			if r := n.Records(); len(r) != 1 || r[0].State != attach.Provisional {
-				t.Fatalf("got records %s, want one that is provisional", testbed.JSON(r))
-			}
-			outcome := testbed.Echoes(t, 20, 200, pod.Host)
-			testbed.WantPending(t, outcome)
-			if got := n.SYNs(); got != 0 {
-				t.Errorf("%d SYNs left the pod, want none", got)
-			}
-			d := n.StartDaemon()
-			testbed.WantServed(t, outcome, 20)
-			if got := d.Of(pod).State; got != attach.Captured {
-				t.Errorf("got state %q, want captured", got)
-			}
-			if err := pod.Check(); err != nil {
-				t.Errorf("CHECK: %v", err)
-			}
-		})
-	}
+	testbed.ForEachBackend(t, func(t *testing.T, n *testbed.Node) {
+		testbed.ServeEcho(n)
+		testbed.StartConnectProxy(n)
+		pod := n.AddPod("early")
+		if r := n.Records(); len(r) != 1 || r[0].State != attach.Provisional {
+			t.Fatalf("got records %s, want one that is provisional", testbed.JSON(r))
+		}
+		outcome := testbed.Echoes(t, 20, 200, pod.Host)
+		testbed.WantPending(t, outcome)
+		if got := n.SYNs(); got != 0 {
+			t.Errorf("%d SYNs left the pod, want none", got)
+		}
+		d := n.StartDaemon()
+		testbed.WantServed(t, outcome, 20)
+		if got := d.Of(pod).State; got != attach.Captured {
+			t.Errorf("got state %q, want captured", got)
+		}
+		if err := pod.Check(); err != nil {
+			t.Errorf("CHECK: %v", err)
+		}
+	})
 }
 
 // TestProvisionalConnectionsToExcludedPortsGoStraight: the conntrack entry of a dropped SYN has the redirect of the
 // provisional rules. The connection must leave it when the daemon's rules exclude the port.
 func TestProvisionalConnectionsToExcludedPortsGoStraight(t *testing.T) {
-	t.Parallel()
-	for _, backend := range []string{"iptables", "nftables"} {
-		t.Run(backend, func(t *testing.T) {
-			t.Parallel()
-			n := testbed.New(t)
-			n.Plugin["backend"] = backend
-			n.Config["capture"] = map[string]any{"source": "all", "excludePorts": []string{testbed.EchoPort}}
-			testbed.ServeEcho(n)
-			pod := n.AddPod("early")
-			outcome := testbed.Echoes(t, 10, 200, pod.Host)
-			testbed.WantPending(t, outcome)
-			n.StartDaemon() // without an upstream only connections that go straight can end
-			testbed.WantServed(t, outcome, 10)
-		})
-	}
+	testbed.ForEachBackend(t, func(t *testing.T, n *testbed.Node) {
+		n.Config["capture"] = map[string]any{"source": "all", "excludePorts": []string{testbed.EchoPort}}
+		testbed.ServeEcho(n)
+		pod := n.AddPod("early")
+		outcome := testbed.Echoes(t, 10, 200, pod.Host)
+		testbed.WantPending(t, outcome)
+		n.StartDaemon() // without an upstream only connections that go straight can end
+		testbed.WantServed(t, outcome, 10)
+	})
 }

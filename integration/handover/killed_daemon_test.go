@@ -14,29 +14,23 @@ func kill(d *testbed.Daemon) { d.Kill() }
 func terminate(d *testbed.Daemon) { d.Stop() }
 
 func TestConnectionsWaitForAKilledDaemon(t *testing.T) {
-	t.Parallel()
-	for _, backend := range []string{"iptables", "nftables"} {
-		t.Run(backend, func(t *testing.T) {
-			t.Parallel()
-			n := testbed.New(t)
-			n.Plugin["backend"] = backend
-			testbed.ServeEcho(n)
-			testbed.StartConnectProxy(n)
-			d := n.StartDaemon()
-			pod := n.AddPod("web")
-			inner := pod.Nested()
-			testbed.EchoAll(t, 2, 200, pod.Host, inner)
+	testbed.ForEachBackend(t, func(t *testing.T, n *testbed.Node) {
+		testbed.ServeEcho(n)
+		testbed.StartConnectProxy(n)
+		d := n.StartDaemon()
+		pod := n.AddPod("web")
+		inner := pod.Nested()
+		testbed.EchoAll(t, 2, 200, pod.Host, inner)
 
-			d.Kill()
-			outcome := testbed.Echoes(t, 20, 200, pod.Host, inner)
-			testbed.WantPending(t, outcome)
-			n.StartDaemon()
-			testbed.WantServed(t, outcome, 40)
-			if got := n.SYNs(); got != 0 {
-				t.Errorf("%d SYNs left the pod, want none", got)
-			}
-		})
-	}
+		d.Kill()
+		outcome := testbed.Echoes(t, 20, 200, pod.Host, inner)
+		testbed.WantPending(t, outcome)
+		n.StartDaemon()
+		testbed.WantServed(t, outcome, 40)
+		if got := n.SYNs(); got != 0 {
+			t.Errorf("%d SYNs left the pod, want none", got)
+		}
+	})
 }
 
 // TestKilledDaemonResetsRelayedConnections: an app must not take the bytes so far for the whole response. Connections

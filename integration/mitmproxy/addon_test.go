@@ -63,7 +63,8 @@ func TestAddonBehindARelay(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	serveWorld(t, n)
-	proxy := testbed.StartMitmdump(n, "--showhost", "-s", testbed.Addon(t), "--set", "sluice_socket=", "-s", testbed.FlowPrinter(n))
+	proxy := testbed.StartMitmdump(n, "--showhost", "-s", testbed.Addon(t), "--set", "sluice_socket=",
+		"-s", testbed.FlowPrinter(n))
 	n.StartDaemon()
 	pod := n.AddPod("web")
 	m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: testbed.WorldIPv4, seenAs: testbed.NodeIPv4}

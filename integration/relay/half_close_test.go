@@ -29,8 +29,10 @@ var (
 		"socks5", "socks5", func(n *testbed.Node) { testbed.StartAnsweringProxy(n, "socks5", "").Mend() }, false,
 	}
 
-	mitmproxyByConnect = upstream{"mitmproxy connect", "connect", func(n *testbed.Node) { testbed.StartMitmdump(n) }, true}
-	mitmproxyBySOCKS5  = upstream{
+	mitmproxyByConnect = upstream{
+		"mitmproxy connect", "connect", func(n *testbed.Node) { testbed.StartMitmdump(n) }, true,
+	}
+	mitmproxyBySOCKS5 = upstream{
 		"mitmproxy socks5", "socks5", func(n *testbed.Node) { testbed.StartMitmdump(n, "--mode", "socks5") }, true,
 	}
 

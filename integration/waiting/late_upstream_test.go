@@ -50,54 +50,42 @@ func serveHTTP(n *testbed.Node, address string) {
 }
 
 func TestThousandConnectionsWaitForTheUpstream(t *testing.T) {
-	t.Parallel()
-	for _, backend := range []string{"iptables", "nftables"} {
-		t.Run(backend, func(t *testing.T) {
-			t.Parallel()
-			n := testbed.New(t)
-			n.Plugin["backend"] = backend
-			seen := testbed.ServeEcho(n)
-			d := n.StartDaemon()
-			var pods []*testbed.Pod
-			var hosts []*testbed.Host
-			for _, name := range []string{"a", "b", "c", "d"} {
-				p := n.AddPod(name)
-				pods, hosts = append(pods, p), append(hosts, p.Host)
-			}
-			outcome := testbed.Echoes(t, 250, 200, hosts...)
-			testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pods...) == 1000 })
-			if got := n.SYNs(); got != 0 || seen.Load() != 0 || len(outcome) != 0 {
-				t.Errorf("%d SYNs left the pods, %d connections arrived, %d clients have ended; want none",
-					got, seen.Load(), len(outcome))
-			}
-			testbed.StartConnectProxy(n)
-			testbed.WantServed(t, outcome, 1000)
-			if got := n.SYNs(); got != 0 {
-				t.Errorf("%d SYNs left the pods, want none", got)
-			}
-		})
-	}
+	testbed.ForEachBackend(t, func(t *testing.T, n *testbed.Node) {
+		seen := testbed.ServeEcho(n)
+		d := n.StartDaemon()
+		var pods []*testbed.Pod
+		var hosts []*testbed.Host
+		for _, name := range []string{"a", "b", "c", "d"} {
+			p := n.AddPod(name)
+			pods, hosts = append(pods, p), append(hosts, p.Host)
+		}
+		outcome := testbed.Echoes(t, 250, 200, hosts...)
+		testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pods...) == 1000 })
+		if got := n.SYNs(); got != 0 || seen.Load() != 0 || len(outcome) != 0 {
+			t.Errorf("%d SYNs left the pods, %d connections arrived, %d clients have ended; want none",
+				got, seen.Load(), len(outcome))
+		}
+		testbed.StartConnectProxy(n)
+		testbed.WantServed(t, outcome, 1000)
+		if got := n.SYNs(); got != 0 {
+			t.Errorf("%d SYNs left the pods, want none", got)
+		}
+	})
 }
 
 // TestNestedContainerIsCapturedAndWaits: the pod forwards the packets of a container in it, and does not send them.
 func TestNestedContainerIsCapturedAndWaits(t *testing.T) {
-	t.Parallel()
-	for _, backend := range []string{"iptables", "nftables"} {
-		t.Run(backend, func(t *testing.T) {
-			t.Parallel()
-			n := testbed.New(t)
-			n.Plugin["backend"] = backend
-			testbed.ServeEcho(n)
-			d := n.StartDaemon()
-			pod := n.AddPod("dind")
-			inner := pod.Nested()
-			outcome := testbed.Echoes(t, 20, 200, inner)
-			testbed.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 20 })
-			testbed.StartConnectProxy(n)
-			testbed.WantServed(t, outcome, 20)
-			if got := n.SYNs(); got != 0 {
-				t.Errorf("%d SYNs left the pod, want none", got)
-			}
-		})
-	}
+	testbed.ForEachBackend(t, func(t *testing.T, n *testbed.Node) {
+		testbed.ServeEcho(n)
+		d := n.StartDaemon()
+		pod := n.AddPod("dind")
+		inner := pod.Nested()
+		outcome := testbed.Echoes(t, 20, 200, inner)
+		testbed.Eventually(t, "all of them wait", func() bool { return d.Of(pod).Waiting == 20 })
+		testbed.StartConnectProxy(n)
+		testbed.WantServed(t, outcome, 20)
+		if got := n.SYNs(); got != 0 {
+			t.Errorf("%d SYNs left the pod, want none", got)
+		}
+	})
 }
