@@ -96,7 +96,10 @@ func (i Installer) copyPlugin() (written []string, err error) {
 	if info, err := os.Stat(to); err == nil && info.Mode().Perm() == 0o755 && same(to, data) {
 		return nil, nil
 	}
-	return []string{to}, replace(to, data, 0o755)
+	if err := replace(to, data, 0o755); err != nil {
+		return nil, err
+	}
+	return []string{to}, nil
 }
 
 // isList tells, by the extension as runtimes do, whether a file has a list of plugins or a single one.
@@ -190,7 +193,10 @@ func (i Installer) edit(path string, change func([]byte) ([]byte, error)) (writt
 	if bytes.Equal(text, after) {
 		return nil, nil
 	}
-	return []string{path}, replace(path, after, modeOf(path))
+	if err := replace(path, after, modeOf(path)); err != nil {
+		return nil, err
+	}
+	return []string{path}, nil
 }
 
 // clean removes the entry from every conflist except keep, so that files that the runtime does not use are as their

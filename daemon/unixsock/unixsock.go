@@ -21,6 +21,11 @@ type Listener struct {
 	file os.FileInfo
 }
 
+// Addr returns the address at path: the kernel knows the socket by the name that it had before it was renamed.
+func (l *Listener) Addr() net.Addr {
+	return &net.UnixAddr{Name: l.path, Net: l.Listener.Addr().Network()}
+}
+
 // Replaced tells whether another socket has been put at the path since Listen.
 func (l *Listener) Replaced() bool {
 	now, err := os.Stat(l.path)
