@@ -36,11 +36,17 @@ func (t *Table) Enter(id attach.NetnsID) *Endpoint {
 // Leave lets others enter the endpoint, and drops it if nothing is attached to it.
 func (e *Endpoint) Leave() {
 	defer e.changing.Unlock()
-	if len(e.Records()) > 0 {
+	if !e.isEmpty() {
 		return
 	}
 	e.Shut() // before another endpoint can take its place
 	e.table.drop(e)
+}
+
+func (e *Endpoint) isEmpty() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return len(e.attachments) == 0
 }
 
 // drop removes an endpoint without attachments from the table, and closes listeners that were inherited for it
