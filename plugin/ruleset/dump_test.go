@@ -64,7 +64,7 @@ func describe(e expr.Any) string {
 	case *expr.Fib:
 		return fmt.Sprintf("fib daddr=%t type=%t => reg %d", e.FlagDADDR, e.ResultADDRTYPE, e.Register)
 	case *expr.Socket:
-		keys := map[expr.SocketKey]string{expr.SocketKeyWildcard: "wildcard"}
+		keys := map[expr.SocketKey]string{expr.SocketKeyTransparent: "transparent"}
 		return fmt.Sprintf("socket load %s => reg %d", keys[e.Key], e.Register)
 	case *expr.Immediate:
 		return fmt.Sprintf("immediate reg %d %x", e.Register, e.Data)

@@ -254,9 +254,10 @@ func nftMatch(f Family, m match) []expr.Any {
 		add(&expr.Ct{Key: expr.CtKeyMARK, Register: reg}, equal(binaryutil.NativeEndian.PutUint32(DirectMark)))
 	}
 	if m.socket {
-		// Both values of `wildcard`, 0 and 1, match; without a socket the expression ends the rule. The key
-		// `transparent` would also load a value for a socket in TIME_WAIT, even if there is no listener.
-		add(&expr.Socket{Key: expr.SocketKeyWildcard, Register: reg},
+		// Both values of `transparent`, 0 and 1, match; without a socket the expression ends the rule. The key
+		// `wildcard` ends it for a socket in TIME_WAIT too, and the SYN of a connection that reuses a port meets such a
+		// socket before the listener. Without a listener that SYN is answered with an ACK, and the next is dropped.
+		add(&expr.Socket{Key: expr.SocketKeyTransparent, Register: reg},
 			&expr.Cmp{Op: expr.CmpOpLte, Register: reg, Data: []byte{1}})
 	}
 	return e
