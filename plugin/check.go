@@ -60,7 +60,7 @@ func check(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) 
 	if err != nil {
 		return err
 	}
-	missing, err := missingListeners(netns, r.Installed.IPv6)
+	missing, err := missingListeners(netns, r.Installed)
 	if err != nil {
 		return err
 	}
@@ -70,21 +70,21 @@ func check(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) 
 	return nil
 }
 
-// missingListeners names the families in which no socket listens on the capture port.
-func missingListeners(netns string, ipv6 bool) (missing []string, err error) {
+// missingListeners names the families in which no socket listens on the outbound capture port.
+func missingListeners(netns string, in *ruleset.Installed) (missing []string, err error) {
 	families := []string{"tcp"}
-	if ipv6 {
+	if in.IPv6 {
 		families = append(families, "tcp6")
 	}
+	port := in.Ruleset.CapturePorts().Outbound
 	err = ns.WithNetNSPath(netns, func(ns.NetNS) error {
 		for _, f := range families {
-			listens, err := hasListener("/proc/thread-self/net/" + f)
+			listens, err := hasListener("/proc/thread-self/net/"+f, port)
 			if err != nil {
 				return err
 			}
 			if !listens {
-				missing = append(missing,
-					fmt.Sprintf("nothing listens on %s port %d: is sluiced running?", f, ruleset.OutboundPort))
+				missing = append(missing, fmt.Sprintf("nothing listens on %s port %d: is sluiced running?", f, port))
 			}
 		}
 		return nil
@@ -92,20 +92,20 @@ func missingListeners(netns string, ipv6 bool) (missing []string, err error) {
 	return missing, err
 }
 
-// hasListener looks for the capture port in a table of sockets. The columns of the table are sl, local_address,
-// rem_address, st, … (proc_pid_net(5)).
-func hasListener(table string) (bool, error) {
+// hasListener looks for a port in a table of sockets. The columns of the table are sl, local_address, rem_address, st,
+// … (proc_pid_net(5)).
+func hasListener(table string, port uint16) (bool, error) {
 	f, err := os.Open(table)
 	if err != nil {
 		return false, err
 	}
 	defer f.Close() //nolint:errcheck // nothing was written
 	const stateListen = "0A"
-	port := fmt.Sprintf(":%04X", ruleset.OutboundPort)
+	suffix := fmt.Sprintf(":%04X", port)
 	lines := bufio.NewScanner(f)
 	for lines.Scan() {
 		columns := strings.Fields(lines.Text())
-		if len(columns) > 3 && strings.HasSuffix(columns[1], port) && columns[3] == stateListen {
+		if len(columns) > 3 && strings.HasSuffix(columns[1], suffix) && columns[3] == stateListen {
 			return true, nil
 		}
 	}

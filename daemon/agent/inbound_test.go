@@ -147,7 +147,7 @@ func TestDetachClosesReturnedListeners(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		g, err := gate.Open(h.Path())
+		g, err := gate.Open(h.Path(), ruleset.DefaultPorts)
 		if err != nil {
 			t.Fatal(err)
 		}

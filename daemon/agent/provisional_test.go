@@ -97,7 +97,7 @@ func (p *testPod) waitForSYNs(t *testing.T, n int) {
 					return err
 				}
 				for _, f := range flows {
-					if f.Reverse.SrcPort == ruleset.OutboundPort {
+					if f.Reverse.SrcPort == ruleset.DefaultPorts.Outbound {
 						waiting++
 					}
 				}

@@ -159,7 +159,7 @@ func TestReconcileEvictsOtherListeners(t *testing.T) {
 	in := installed()
 	in.Ruleset.InboundPorts = []ruleset.PortRange{{First: 80, Last: 80}}
 	first := a.write(t, h, attach.Captured, in)
-	hung, err := gate.Open(h.Path())
+	hung, err := gate.Open(h.Path(), ruleset.DefaultPorts)
 	if err != nil {
 		t.Fatal(err)
 	}

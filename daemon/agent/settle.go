@@ -31,7 +31,12 @@ func (s *settler) decision(ctx context.Context, e *endpoint.Endpoint, at attach.
 ) {
 	var interfaces []string
 	interfaces, at.IPs = e.Neighbours(at)
-	return s.orchestrator.Decision(ctx, at, interfaces, live)
+	d, err := s.orchestrator.Decision(ctx, at, interfaces, live)
+	if err == nil && d.Ruleset != nil {
+		r := d.Ruleset.Inherit(e.Installed())
+		d.Ruleset = &r
+	}
+	return d, err
 }
 
 // settle brings an attachment in line with the orchestrator's decision of now, as far as that is known. The caller has
@@ -57,7 +62,9 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	previous := r.State
 	switch {
 	case d.Capture:
-		err = s.capture(ctx, e, &r, *d.Ruleset)
+		want := *d.Ruleset
+		want.KeepOlder = want.KeepOlder || r.Installed == nil // it runs, and was not captured
+		err = s.capture(ctx, e, &r, want)
 	case previous == attach.Captured:
 		err = stopCapturing(ctx, &r)
 	default:

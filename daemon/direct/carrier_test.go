@@ -14,6 +14,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/splice"
 	"github.com/sluice-cni/sluice/integration/testbed"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // queued is a pod. Its connections to ports 81 to 83 of 10.0.0.5 wait at a gate. Only port 81 is open.
@@ -32,7 +33,7 @@ func newQueued(t *testing.T) *queued {
 		"-j", "REDIRECT", "--to-ports", "15001")
 	q.Serve("10.0.0.5:81", func(c net.Conn) { _, _ = io.WriteString(c, "direct") })
 	var err error
-	if q.gate, err = gate.Open(q.Path()); err != nil {
+	if q.gate, err = gate.Open(q.Path(), ruleset.DefaultPorts); err != nil {
 		t.Fatal(err)
 	}
 	q.carrier = NewCarrier(new(splice.Set), slog.New(slog.DiscardHandler))

@@ -122,6 +122,16 @@ func (e *Endpoint) remove(id attach.ID) (attach.Record, bool) {
 	return r, ok
 }
 
+// Installed returns the ruleset that is in the netns, or nil.
+func (e *Endpoint) Installed() *ruleset.Installed {
+	for _, r := range e.Records() {
+		if r.Installed != nil {
+			return r.Installed
+		}
+	}
+	return nil
+}
+
 // SetPolicy sets how long connections may wait for the upstream, and whether they are reset or go direct then.
 func (e *Endpoint) SetPolicy(p attach.Late) {
 	if p.Policy == attach.Hold { // its timeout is that of ADD
@@ -184,7 +194,7 @@ func (e *Endpoint) Reopen(at attach.Attachment, r ruleset.Ruleset, evict bool) (
 	}
 	g := e.service.current()
 	if g == nil {
-		g = &gate.Gate{}
+		g = gate.None(r.CapturePorts())
 	}
 	if err := g.Evict(at.Netns, e.inboundAddresses(at, r)); err != nil {
 		return false, err
@@ -201,7 +211,7 @@ func (e *Endpoint) Open(at attach.Attachment, r ruleset.Ruleset) error {
 	was := e.service.current()
 	g, err := was, error(nil)
 	if g == nil {
-		g, err = e.newGate(at.Netns)
+		g, err = e.newGate(at.Netns, r.CapturePorts())
 	}
 	if err != nil {
 		return err
@@ -232,11 +242,11 @@ func (e *Endpoint) inboundAddresses(at attach.Attachment, r ruleset.Ruleset) []n
 }
 
 // newGate uses inherited listeners, or opens new ones.
-func (e *Endpoint) newGate(path string) (*gate.Gate, error) {
+func (e *Endpoint) newGate(path string, ports ruleset.Ports) (*gate.Gate, error) {
 	if files := e.table.takeInherited(e.ID); files != nil {
-		return gate.Adopt(path, files)
+		return gate.Adopt(path, files, ports)
 	}
-	return gate.Open(path)
+	return gate.Open(path, ports)
 }
 
 // Shut closes the gate for every process that holds it, and resets the connections that came through it.

@@ -8,12 +8,13 @@ import (
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // openGate opens a gate of another process in the netns of h.
 func openGate(t *testing.T, h *testbed.Host) *gate.Gate {
 	t.Helper()
-	g, err := gate.Open(h.Path())
+	g, err := gate.Open(h.Path(), ruleset.DefaultPorts)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -7,7 +7,16 @@ import (
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
+
+// capturePorts are those of the ruleset in the netns.
+func (e *Endpoint) capturePorts() ruleset.Ports {
+	if in := e.Installed(); in != nil {
+		return in.Ruleset.CapturePorts()
+	}
+	return ruleset.DefaultPorts
+}
 
 // Inherit takes over the listeners that another daemon has handed over. An endpoint that opens its gate uses them.
 func (t *Table) Inherit(listeners map[attach.NetnsID][]*os.File) {
@@ -22,7 +31,7 @@ func (t *Table) Inherit(listeners map[attach.NetnsID][]*os.File) {
 func (t *Table) Return(netns string, files []*os.File) (wanted bool) {
 	e := t.withoutGate(netns)
 	if e != nil {
-		if err := gate.Verify(files, e.ID); err != nil {
+		if err := gate.Verify(files, e.ID, e.capturePorts()); err != nil {
 			t.log.Error("listeners that a proxy returned are not those of the netns", "netnsID", netns, "err", err)
 			e = nil
 		}

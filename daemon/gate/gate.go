@@ -22,32 +22,38 @@ import (
 // another one that shares its listeners.
 type Gate struct {
 	Listeners []*Listener
+	ports     ruleset.Ports
 	diag      *sockdiag.Conn
 }
 
+// None is a gate without listeners, for a pod with these capture ports.
+func None(ports ruleset.Ports) *Gate { return &Gate{ports: ports} }
+
 // outbound are the addresses at which outbound connections arrive. They are wildcards, because a connection of a
 // nested container is redirected to the address of the bridge through which it came.
-var outbound = []netip.AddrPort{
-	netip.AddrPortFrom(netip.IPv4Unspecified(), ruleset.OutboundPort),
-	netip.AddrPortFrom(netip.IPv6Unspecified(), ruleset.OutboundPort),
+func (g *Gate) outbound() []netip.AddrPort {
+	return []netip.AddrPort{
+		netip.AddrPortFrom(netip.IPv4Unspecified(), g.ports.Outbound),
+		netip.AddrPortFrom(netip.IPv6Unspecified(), g.ports.Outbound),
+	}
 }
 
-func inboundAt(addresses []netip.Addr) []netip.AddrPort {
+func (g *Gate) inbound(addresses []netip.Addr) []netip.AddrPort {
 	var all []netip.AddrPort
 	for _, a := range addresses {
-		all = append(all, netip.AddrPortFrom(a, ruleset.InboundPort))
+		all = append(all, netip.AddrPortFrom(a, g.ports.Inbound))
 	}
 	return all
 }
 
 // Open listens for the outbound connections of the pod in the netns at path.
-func Open(path string) (*Gate, error) {
-	g := &Gate{}
+func Open(path string, ports ruleset.Ports) (*Gate, error) {
+	g := None(ports)
 	err := ns.WithNetNSPath(path, func(ns.NetNS) (err error) {
 		if g.diag, err = sockdiag.Open(); err != nil {
 			return err
 		}
-		g.Listeners, err = listenAll(outbound)
+		g.Listeners, err = listenAll(g.outbound())
 		return err
 	})
 	if err != nil {
@@ -57,8 +63,9 @@ func Open(path string) (*Gate, error) {
 }
 
 // Adopt makes a gate of listeners in the netns at path that another process has handed over.
-func Adopt(path string, listeners []*os.File) (*Gate, error) {
+func Adopt(path string, listeners []*os.File, ports ruleset.Ports) (*Gate, error) {
 	g := ofFiles(listeners)
+	g.ports = ports
 	err := ns.WithNetNSPath(path, func(ns.NetNS) (err error) {
 		g.diag, err = sockdiag.Open()
 		return err
@@ -93,7 +100,7 @@ func Discard(listeners []*os.File) error {
 // Widen also listens for inbound connections at the addresses of the pod in the netns at path. It returns g if g
 // listens at all of them already, and otherwise a gate that replaces g and has its listeners.
 func (g *Gate) Widen(path string, addresses []netip.Addr) (*Gate, error) {
-	missing := g.missing(inboundAt(addresses))
+	missing := g.missing(g.inbound(addresses))
 	if len(missing) == 0 {
 		return g, nil
 	}
@@ -105,13 +112,13 @@ func (g *Gate) Widen(path string, addresses []netip.Addr) (*Gate, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listening in netns %s: %w", path, err)
 	}
-	return &Gate{slices.Concat(g.Listeners, more), g.diag}, nil
+	return &Gate{slices.Concat(g.Listeners, more), g.ports, g.diag}, nil
 }
 
 // Narrow closes the inbound listeners, unless connections wait in them. It returns g if nothing changed, and otherwise
 // a gate that replaces g.
 func (g *Gate) Narrow() (*Gate, error) {
-	inbound, narrow := &Gate{}, &Gate{diag: g.diag}
+	inbound, narrow := &Gate{}, &Gate{ports: g.ports, diag: g.diag}
 	for _, l := range g.Listeners {
 		if l.Inbound {
 			inbound.Listeners = append(inbound.Listeners, l)
@@ -142,7 +149,7 @@ func (g *Gate) Evict(path string, addresses []netip.Addr) error {
 		}
 		defer diag.Close()
 		var errs []error // one listener may have served both families
-		for _, at := range g.missing(slices.Concat(outbound, inboundAt(addresses))) {
+		for _, at := range g.missing(slices.Concat(g.outbound(), g.inbound(addresses))) {
 			errs = append(errs, diag.Destroy(at))
 		}
 		return errors.Join(errs...)
@@ -219,10 +226,10 @@ func (g *Gate) Queued() (int, error) {
 // Counts asks the kernel for the connections that came through g, were accepted by any process, and are still open.
 // The kernel walks its table of sockets for it, which takes milliseconds.
 func (g *Gate) Counts() (sockdiag.Counts, error) {
-	sum, err := g.diag.Count(ruleset.OutboundPort)
+	sum, err := g.diag.Count(g.ports.Outbound)
 	if err == nil && slices.ContainsFunc(g.Listeners, func(l *Listener) bool { return l.Inbound }) {
 		var inbound sockdiag.Counts
-		inbound, err = g.diag.Count(ruleset.InboundPort)
+		inbound, err = g.diag.Count(g.ports.Inbound)
 		sum.Open += inbound.Open
 		sum.Bytes += inbound.Bytes
 	}

@@ -33,11 +33,11 @@ func newPod(t *testing.T) (*testbed.Host, *Gate) {
 	h.IP("addr", "add", "fd00::5/128", "dev", "lo", "nodad")
 	h.IP("route", "add", "default", "dev", "lo")
 	h.IP("-6", "route", "add", "default", "dev", "lo")
-	port := strconv.Itoa(ruleset.OutboundPort)
+	port := strconv.Itoa(int(ruleset.DefaultPorts.Outbound))
 	for command, network := range map[string]string{"iptables-nft": "192.0.2.0/24", "ip6tables-nft": "2001:db8::/32"} {
 		h.Exec(command, "-t", "nat", "-A", "OUTPUT", "-d", network, "-p", "tcp", "-j", "REDIRECT", "--to-ports", port)
 	}
-	g, err := Open(h.Path())
+	g, err := Open(h.Path(), ruleset.DefaultPorts)
 	if err != nil {
 		t.Fatalf("Open: %v", err)
 	}
@@ -212,18 +212,18 @@ func TestAcceptedConnectionsWork(t *testing.T) {
 func TestOpenFails(t *testing.T) {
 	// Not parallel: a process that another test forks holds the closed sockets until it has executed its program.
 	const none = "/run/netns/there-is-no-such-netns"
-	if g, err := Open(none); g != nil || err == nil || !strings.Contains(err.Error(), none) {
+	if g, err := Open(none, ruleset.DefaultPorts); g != nil || err == nil || !strings.Contains(err.Error(), none) {
 		t.Errorf("no netns: got %v, %v; want an error that names it", g, err)
 	}
 	h := testbed.NewHost(t, "taken")
 	taken := h.Listen("[::1]:15001")
-	g, err := Open(h.Path())
+	g, err := Open(h.Path(), ruleset.DefaultPorts)
 	where := "netns " + h.Path() + ": port 15001 of ::"
 	if g != nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), where) {
 		t.Errorf("the port is taken: got %v, %v; want an error that names it", g, err)
 	}
 	_ = taken.Close()
-	g, err = Open(h.Path()) // the listener of the other family was closed
+	g, err = Open(h.Path(), ruleset.DefaultPorts) // the listener of the other family was closed
 	if err != nil {
 		t.Fatalf("the port is free again: %v", err)
 	}
@@ -240,7 +240,7 @@ func TestOpenWhileOldConnectionsRemain(t *testing.T) {
 	if err := g.Close(); err != nil {
 		t.Fatal(err)
 	}
-	again, err := Open(h.Path())
+	again, err := Open(h.Path(), ruleset.DefaultPorts)
 	if err != nil {
 		t.Fatalf("Open with an open connection: %v", err)
 	}
@@ -248,7 +248,7 @@ func TestOpenWhileOldConnectionsRemain(t *testing.T) {
 	_ = c.Close() // first, so that this side goes to TIME_WAIT
 	_, _ = io.ReadAll(app)
 	_ = app.Close()
-	if again, err = Open(h.Path()); err != nil {
+	if again, err = Open(h.Path(), ruleset.DefaultPorts); err != nil {
 		t.Fatalf("Open with a connection in TIME_WAIT: %v", err)
 	}
 	_ = again.Close()
@@ -276,7 +276,7 @@ func TestOriginalDestinationOfRedirectedConnections(t *testing.T) {
 func TestOriginalDestinationWithoutConntrack(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "plain")
-	g, err := Open(h.Path())
+	g, err := Open(h.Path(), ruleset.DefaultPorts)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -349,7 +349,7 @@ func TestAdoptedListenersKnowTheirDirection(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	adopted, err := Adopt(h.Path(), wide.Files())
+	adopted, err := Adopt(h.Path(), wide.Files(), ruleset.DefaultPorts)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -27,7 +27,8 @@ type Listener struct {
 	at   netip.AddrPort
 }
 
-func isInbound(at netip.AddrPort) bool { return at.Port() == ruleset.InboundPort }
+// isInbound tells the listeners apart: those for outbound connections have the wildcard address.
+func isInbound(at netip.AddrPort) bool { return !at.Addr().IsUnspecified() }
 
 // backlog is larger than any net.core.somaxconn: the kernel takes the smaller of the two.
 const backlog = 1 << 16
@@ -203,9 +204,9 @@ func Cookies(sockets []*os.File) ([]uint64, error) {
 	return cookies, nil
 }
 
-// Verify returns an error unless every socket listens on a capture port in the netns with that identity. A proxy that
-// returns listeners is not trusted to name the netns itself.
-func Verify(sockets []*os.File, id attach.NetnsID) error {
+// Verify returns an error unless every socket listens on one of the capture ports in the netns with that identity. A
+// proxy that returns listeners is not trusted to name the netns itself.
+func Verify(sockets []*os.File, id attach.NetnsID, ports ruleset.Ports) error {
 	for _, f := range sockets {
 		var netns uint64
 		var listens int
@@ -219,7 +220,7 @@ func Verify(sockets []*os.File, id attach.NetnsID) error {
 		if err := errors.Join(errs[0], errs[1], cerr, err); err != nil {
 			return err
 		}
-		capturePort := at.Port() == ruleset.OutboundPort || at.Port() == ruleset.InboundPort
+		capturePort := at.Port() == ports.Outbound || at.Port() == ports.Inbound
 		if netns != id.Cookie || netns == 0 || listens == 0 || !capturePort {
 			return fmt.Errorf("the socket does not listen on a capture port of netns %s", id)
 		}

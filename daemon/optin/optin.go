@@ -63,7 +63,6 @@ func Decide(c config.Config, facts Facts, interfaces []string) (attach.Decision,
 	if err := annotate(&d, facts.Annotations); err != nil {
 		return attach.Decision{}, err
 	}
-	d.Ruleset.Direct = d.Late.Policy == attach.Direct && d.Late.Timeout > 0
 	return d, nil
 }
 

@@ -22,6 +22,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
@@ -88,7 +89,7 @@ func (h *testHub) offer(t *testing.T) (id string, g *gate.Gate, stop func()) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if g, err = gate.Open(host.Path()); err != nil {
+	if g, err = gate.Open(host.Path(), ruleset.DefaultPorts); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -232,7 +233,7 @@ func TestListenersThatAProxyHolds(t *testing.T) {
 	h := newTestHub(t)
 	offered, g, _ := h.offer(t)
 	other := testbed.NewHost(t, "other")
-	old, err := gate.Open(other.Path())
+	old, err := gate.Open(other.Path(), ruleset.DefaultPorts)
 	if err != nil {
 		t.Fatal(err)
 	}

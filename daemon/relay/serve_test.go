@@ -57,12 +57,12 @@ func serve(t *testing.T) *served {
 	s.IP("addr", "add", "10.0.0.5/32", "dev", "lo")
 	s.IP("route", "add", "default", "dev", "lo")
 	s.Exec("iptables-nft", "-t", "nat", "-A", "OUTPUT", "!", "-d", "10.0.0.5/32", "-p", "tcp", "-j", "REDIRECT",
-		"--to-ports", strconv.Itoa(ruleset.OutboundPort))
+		"--to-ports", strconv.Itoa(int(ruleset.DefaultPorts.Outbound)))
 	s.upstream = fmt.Sprintf("127.%d.%d.%d:18080", 201+addresses.Add(1)%50, os.Getpid()>>8&0xff, os.Getpid()&0xff)
 	log := slog.New(slog.DiscardHandler)
 	s.up = upstream.New(config.Upstream{Address: s.upstream, Protocol: config.Connect}, nil, log)
 	var err error
-	if s.gate, err = gate.Open(s.Path()); err != nil {
+	if s.gate, err = gate.Open(s.Path(), ruleset.DefaultPorts); err != nil {
 		t.Fatal(err)
 	}
 	s.pod = New(s.up, log).For(endpoint.Served{

@@ -89,7 +89,7 @@ func (b *bench) listening(d *testbed.Daemon, pods []*testbed.Pod) {
 	if captured != len(pods) {
 		b.tb.Fatalf("%d pods are captured after a restart, want %d", captured, len(pods))
 	}
-	listener := fmt.Sprintf(":%04X ", ruleset.OutboundPort)
+	listener := fmt.Sprintf(":%04X ", ruleset.DefaultPorts.Outbound)
 	for _, p := range pods {
 		b.tb.must(p.Do(func() error {
 			for _, family := range []string{"tcp", "tcp6"} {

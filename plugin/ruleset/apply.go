@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/containernetworking/plugins/pkg/ns"
@@ -43,7 +45,27 @@ type Installed struct {
 	// IPv6 is false where the kernel runs without IPv6, or cannot filter it and the netns has no global
 	// IPv6 address.
 	IPv6 bool `json:"ipv6"`
+	// Wall says which packets the wall sees.
+	Wall Wall `json:"wall,omitempty"`
+	// Interfaces are the CNI interfaces, with the addresses to which captured connections are sent.
+	Interfaces []Interface `json:"interfaces,omitempty"`
 }
+
+// Wall says which packets the wall sees.
+type Wall string
+
+// The extents of the wall.
+const (
+	WallNone   Wall = ""       // none: the kernel has no nftables. Only SYNs and invalid segments are stopped.
+	WallRouted Wall = "routed" // those of the netns' own stack, not those of packet sockets (before Linux 5.16)
+	WallFull   Wall = "full"   // all
+)
+
+func (i Installed) facts() facts {
+	return facts{synGate: i.SYNGate, wall: i.Wall != WallNone, interfaces: i.Interfaces}
+}
+
+func (i Installed) wall() []table { return i.Ruleset.wall(i.Wall, i.Interfaces) }
 
 func (i Installed) families() []Family {
 	if i.IPv6 {
@@ -114,18 +136,27 @@ func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed)
 	if err != nil {
 		return Installed{}, err
 	}
+	in := Installed{Ruleset: r, Revision: Revision}
+	if in.Interfaces, err = findInterfaces(r.Interfaces); err != nil {
+		return Installed{}, err
+	}
+	// The wall comes first. Until the other rules are there it drops SYNs, which the clients send again.
+	if in.Wall, err = raiseWall(r, in.Interfaces, previous); err != nil {
+		return Installed{}, err
+	}
 	var failures []error
 	// The SYN gate, then IPv6, then both are given up only if no backend can install them. applyWith allows IPv6 to
 	// be given up only if the netns has no global IPv6 address; one may still come, by router advertisement.
 	for _, without := range []struct{ synGate, ipv6 bool }{{}, {synGate: true}, {ipv6: true}, {true, true}} {
-		synGate := !without.synGate
+		in.SYNGate = !without.synGate
 		for _, b := range candidates {
-			ipv6, err := applyWith(ctx, b, r, synGate, !without.ipv6)
+			in.Backend = b.name()
+			in.IPv6, err = applyWith(ctx, b, in, !without.ipv6)
 			if err == nil {
 				err = loopbackUp()
 			}
 			if err == nil {
-				return Installed{Ruleset: r, Backend: b.name(), SYNGate: synGate, Revision: Revision, IPv6: ipv6}, nil
+				return in, nil
 			}
 			failures = append(failures, fmt.Errorf("%s: %w", b.name(), err))
 			if previous == nil {
@@ -136,23 +167,99 @@ func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed)
 	}
 	failures = failures[len(failures)-len(candidates):] // of the last round: it asked for the least
 	if previous != nil {
-		if _, err := applyWith(ctx, candidates[0], previous.Ruleset, previous.SYNGate, false); err != nil {
+		if err := putBack(ctx, candidates[0], *previous); err != nil {
 			failures = append(failures, fmt.Errorf("putting back the previous ruleset: %w", err))
 		}
+	} else {
+		failures = append(failures, in.lowerWall())
 	}
 	return Installed{}, errors.Join(failures...)
 }
 
-// applyWith installs r with b and reports whether the rules cover IPv6. If IPv6 cannot be filtered, that is an error
-// if the caller needs it, or if the netns has a global IPv6 address: the pod could bypass capture with that.
-func applyWith(ctx context.Context, b backend, r Ruleset, synGate, needIPv6 bool) (ipv6 bool, err error) {
-	if err := b.apply(ctx, IPv4, r.tables(IPv4, synGate)); err != nil {
+func putBack(ctx context.Context, b backend, previous Installed) error {
+	_, err := applyWith(ctx, b, previous, false)
+	if previous.Wall == WallNone {
+		return err
+	}
+	return errors.Join(err, replaceTables(previous.Ruleset.wall(WallFull, nil), previous.wall()))
+}
+
+// raiseWall installs as much of the wall as the kernel can have. A kernel that lacks a part of it refuses the whole
+// transaction. If it refuses for another reason, that is an error. A wall that is there already keeps its counters.
+func raiseWall(r Ruleset, interfaces []Interface, previous *Installed) (Wall, error) {
+	if previous != nil && previous.Wall != WallNone {
+		drift, err := nftablesBackend{}.check(context.Background(), link, r.wall(previous.Wall, interfaces))
+		if err == nil && len(drift) == 0 {
+			return previous.Wall, nil
+		}
+	}
+	lacking := []error{unix.EOPNOTSUPP, unix.ENOENT, unix.EPROTONOSUPPORT, unix.EAFNOSUPPORT, unix.EINVAL}
+	for _, extent := range []Wall{WallFull, WallRouted} {
+		err := replaceTables(r.wall(WallFull, nil), r.wall(extent, interfaces))
+		if err == nil {
+			return extent, nil
+		}
+		if !slices.ContainsFunc(lacking, func(l error) bool { return errors.Is(err, l) }) {
+			return WallNone, fmt.Errorf("the wall: %w", err)
+		}
+	}
+	return WallNone, nil
+}
+
+// lowerWall removes the wall.
+func (i Installed) lowerWall() error {
+	if i.Wall == WallNone {
+		return nil
+	}
+	if err := replaceTables(i.wall(), nil); err != nil {
+		return fmt.Errorf("removing the wall: %w", err)
+	}
+	return nil
+}
+
+// findInterfaces returns those of the interfaces that exist.
+func findInterfaces(names []string) ([]Interface, error) {
+	links, err := net.Interfaces()
+	if err != nil {
+		return nil, fmt.Errorf("listing interfaces: %w", err)
+	}
+	var found []Interface
+	for _, l := range links {
+		if !slices.Contains(names, l.Name) {
+			continue
+		}
+		addrs, err := l.Addrs()
+		if err != nil {
+			return nil, fmt.Errorf("addresses of %s: %w", l.Name, err)
+		}
+		i := Interface{Name: l.Name}
+		for _, a := range slices.Backward(addrs) { // the first of each family stays
+			p, ok := a.(*net.IPNet)
+			if !ok || !p.IP.IsGlobalUnicast() {
+				continue
+			}
+			if ip, _ := netip.AddrFromSlice(p.IP); ip.Unmap().Is4() {
+				i.IPv4 = ip.Unmap()
+			} else {
+				i.IPv6 = ip
+			}
+		}
+		found = append(found, i)
+	}
+	return found, nil
+}
+
+// applyWith installs in with b, apart from the wall, and reports whether the rules cover IPv6. If IPv6 cannot be
+// filtered, that is an error if the caller needs it, or if the netns has a global IPv6 address: the pod could bypass
+// capture with that.
+func applyWith(ctx context.Context, b backend, in Installed, needIPv6 bool) (ipv6 bool, err error) {
+	if err := b.apply(ctx, IPv4, in.Ruleset.tables(IPv4, in.facts())); err != nil {
 		return false, err
 	}
 	if _, err := os.Stat("/proc/thread-self/net/if_inet6"); errors.Is(err, os.ErrNotExist) {
 		return false, nil // this kernel runs without IPv6
 	}
-	if err := b.apply(ctx, IPv6, r.tables(IPv6, synGate)); err != nil {
+	if err := b.apply(ctx, IPv6, in.Ruleset.tables(IPv6, in.facts())); err != nil {
 		has, aerr := hasGlobalIPv6()
 		if aerr != nil || has || needIPv6 {
 			return false, errors.Join(fmt.Errorf("the pod has an IPv6 address that cannot be captured: %w", err), aerr)
@@ -202,21 +309,59 @@ func hasGlobalIPv6() (bool, error) {
 // people; without a difference it returns none.
 func (i Installed) Check(ctx context.Context, netns string) ([]string, error) {
 	var drift []string
-	err := within(netns, func() error {
-		candidates, err := backends(i.Backend)
-		if err != nil {
-			return err
-		}
-		for _, f := range i.families() {
-			d, err := candidates[0].check(ctx, f, i.Ruleset.tables(f, i.SYNGate))
-			if err != nil {
-				return fmt.Errorf("checking with %s: %w", i.Backend, err)
-			}
-			drift = append(drift, d...)
-		}
-		return nil
+	err := within(netns, func() (err error) {
+		drift, err = i.checkHere(ctx)
+		return err
 	})
 	return drift, err
+}
+
+func (i Installed) checkHere(ctx context.Context) ([]string, error) {
+	candidates, err := backends(i.Backend)
+	if err != nil {
+		return nil, err
+	}
+	drift, err := i.checkInterfaces()
+	if err != nil {
+		return nil, err
+	}
+	for _, f := range i.families() {
+		d, err := candidates[0].check(ctx, f, i.Ruleset.tables(f, i.facts()))
+		if err != nil {
+			return nil, fmt.Errorf("checking with %s: %w", i.Backend, err)
+		}
+		drift = append(drift, d...)
+	}
+	if i.Wall != WallNone {
+		d, err := nftablesBackend{}.check(ctx, link, i.wall())
+		if err != nil {
+			return nil, fmt.Errorf("checking the wall: %w", err)
+		}
+		drift = append(drift, d...)
+	}
+	return drift, nil
+}
+
+// checkInterfaces names interfaces and addresses that came or went.
+func (i Installed) checkInterfaces() (drift []string, err error) {
+	now, err := findInterfaces(i.Ruleset.Interfaces)
+	if err != nil {
+		return nil, err
+	}
+	for _, was := range i.Interfaces {
+		if !slices.Contains(now, was) {
+			drift = append(drift, fmt.Sprintf("the rules are for %s, which is not there any more", was))
+		}
+	}
+	for _, is := range now {
+		if !slices.Contains(i.Interfaces, is) {
+			drift = append(drift, fmt.Sprintf("the rules are not for %s", is))
+		}
+		if !i.IPv6 && is.IPv6.IsValid() {
+			drift = append(drift, fmt.Sprintf("IPv6 is not captured, and there is %s", is))
+		}
+	}
+	return drift, nil
 }
 
 // Remove deletes every rule of sluice from the netns at path. Capture ends first; then released, if it is not nil,
@@ -228,7 +373,7 @@ func (i Installed) Remove(ctx context.Context, netns string, released func() err
 		if err != nil {
 			return err
 		}
-		return removeWith(ctx, candidates[0], i.families(), released)
+		return errors.Join(i.lowerWall(), removeWith(ctx, candidates[0], i.families(), released))
 	})
 }
 
@@ -244,11 +389,12 @@ func removeWith(ctx context.Context, b backend, families []Family, released func
 		}
 	}
 	var empty Ruleset // every ruleset has the same chains
-	remove(func(f Family) []table { return empty.tables(f, true)[1:] })
+	all := func(f Family) []table { return empty.tables(f, facts{synGate: true, wall: true}) }
+	remove(func(f Family) []table { return all(f)[1:] })
 	if released != nil {
 		errs = append(errs, released())
 	}
-	remove(func(f Family) []table { return empty.tables(f, true)[:1] })
+	remove(func(f Family) []table { return all(f)[:1] })
 	return errors.Join(errs...)
 }
 

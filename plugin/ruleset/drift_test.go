@@ -19,7 +19,7 @@ type damage struct {
 
 // Parts of the rules of Provisional("eth0").
 const (
-	redirect    = "-p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports "
+	redirect    = "-p tcp -j REDIRECT --to-ports "
 	jumpToInput = "-A INPUT -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j SLUICE_INPUT"
 	synGate     = "-A SLUICE_INPUT -p tcp -m tcp --dport 15001 " +
 		"-m conntrack --ctstate DNAT -m socket --nowildcard -j RETURN"
@@ -33,15 +33,15 @@ var iptablesDamages = []damage{
 	},
 	{
 		"a rule of IPv6 is deleted",
-		[]string{"IP6T -t nat -D SLUICE_CAPTURE " + redirect + "15001"},
-		[]string{"IPv6 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE " + redirect + "15001"},
+		[]string{"IP6T -t nat -D SLUICE_GATE " + redirect + "15001"},
+		[]string{"IPv6 nat SLUICE_GATE: missing or changed: -A SLUICE_GATE " + redirect + "15001"},
 	},
 	{
 		"a rule is changed",
-		[]string{"IPT -t nat -R SLUICE_CAPTURE 1 " + redirect + "15002"},
+		[]string{"IPT -t nat -R SLUICE_GATE 2 " + redirect + "15002"},
 		[]string{
-			"IPv4 nat SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE " + redirect + "15001",
-			"IPv4 nat SLUICE_CAPTURE: unexpected: -A SLUICE_CAPTURE " + redirect + "15002",
+			"IPv4 nat SLUICE_GATE: missing or changed: -A SLUICE_GATE " + redirect + "15001",
+			"IPv4 nat SLUICE_GATE: unexpected: -A SLUICE_GATE " + redirect + "15002",
 		},
 	},
 	{
@@ -87,7 +87,7 @@ var nftablesDamages = []damage{
 		"a rule is deleted",
 		[]string{"nft flush chain ip sluice-nat SLUICE_CAPTURE"},
 		[]string{
-			"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE " + redirect + "15001",
+			"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -j SLUICE_GATE",
 		},
 	},
 	{
@@ -97,7 +97,7 @@ var nftablesDamages = []damage{
 			"nft add rule ip sluice-nat SLUICE_CAPTURE meta l4proto tcp redirect to :15002",
 		},
 		[]string{
-			"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE " + redirect + "15001",
+			"IPv4 table sluice-nat chain SLUICE_CAPTURE: missing or changed: -A SLUICE_CAPTURE -p tcp -j SLUICE_GATE",
 			"IPv4 table sluice-nat chain SLUICE_CAPTURE: unexpected: a rule that is not ours, handle ",
 		},
 	},
@@ -151,6 +151,23 @@ var nftablesDamages = []damage{
 	},
 }
 
+// damages of the parts that every backend has.
+var commonDamages = []damage{
+	{
+		"a rule of the wall is deleted",
+		[]string{"nft flush chain ip6 sluice-wall SLUICE_STOP"},
+		[]string{
+			"IPv6 table sluice-wall chain SLUICE_STOP: missing or changed: SLUICE_STOP: sent by a nested container",
+			"IPv6 table sluice-wall chain SLUICE_STOP: missing or changed: SLUICE_STOP: sent by a socket in the pod's netns",
+		},
+	},
+	{
+		"the wall's hook is deleted",
+		[]string{"nft delete chain netdev sluice-wall EGRESS_eth0"},
+		[]string{"link table sluice-wall chain EGRESS_eth0: missing or changed: EGRESS_eth0: frames for a CNI interface"},
+	},
+}
+
 // TestCheckNamesDrift also repairs the drift: Apply and Remove work on damaged rules too.
 func TestCheckNamesDrift(t *testing.T) {
 	t.Parallel()
@@ -159,13 +176,16 @@ func TestCheckNamesDrift(t *testing.T) {
 	}
 	for _, backend := range kernelBackends {
 		tools := strings.NewReplacer("IPT", backend, "IP6T", strings.Replace(backend, "iptables", "ip6tables", 1))
-		for _, d := range damages[backend] {
+		for _, d := range slices.Concat(damages[backend], commonDamages) {
 			t.Run(backend+"/"+d.name, func(t *testing.T) {
 				t.Parallel()
-				h := testbed.NewHost(t, "drift")
+				h := newPod(t)
 				in := apply(t, h, ruleset.Provisional("eth0"), backend, nil)
 				for _, repair := range []func(){
-					func() { checkNoDrift(t, h, apply(t, h, in.Ruleset, backend, &in)) },
+					func() {
+						in = apply(t, h, in.Ruleset, backend, &in)
+						checkNoDrift(t, h, in)
+					},
 					func() {
 						if err := in.Remove(t.Context(), h.Path(), nil); err != nil {
 							t.Errorf("Remove: %v", err)
@@ -199,4 +219,17 @@ func checkDrift(t *testing.T, h *testbed.Host, in ruleset.Installed, want []stri
 	if !slices.Equal(got, want) {
 		t.Errorf("Check: got\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
 	}
+}
+
+func TestCheckNamesAddresses(t *testing.T) {
+	t.Parallel()
+	h := newPod(t)
+	in := apply(t, h, ruleset.Provisional("eth0"), "auto", nil)
+	h.IP("addr", "del", "192.0.2.2/24", "dev", "eth0")
+	h.IP("addr", "add", "192.0.2.3/24", "dev", "eth0")
+	checkDrift(t, h, in, []string{
+		"the rules are for eth0 with 192.0.2.2 with 2001:db8::2, which is not there any more",
+		"the rules are not for eth0 with 192.0.2.3 with 2001:db8::2",
+	})
+	checkNoDrift(t, h, apply(t, h, in.Ruleset, "auto", &in))
 }

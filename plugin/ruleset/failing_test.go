@@ -62,7 +62,8 @@ func TestWithoutSocketMatchThereIsNoSYNGate(t *testing.T) {
 				t.Errorf("got SYNGate %t, IPv6 %t; want only IPv6", in.SYNGate, in.IPv6)
 			}
 			checkNoDrift(t, h, in)
-			if got := rules(h); strings.Contains(got, "socket") || !strings.Contains(got, "SLUICE_INPUT") {
+			if got := rules(h); strings.Contains(got, `match "socket"`) || strings.Contains(got, "-m socket") ||
+				!strings.Contains(got, "SLUICE_INPUT") {
 				t.Errorf("want the guard without a SYN gate, got these rules:\n%s", got)
 			}
 			if err := in.Remove(t.Context(), h.Path(), nil); err != nil {

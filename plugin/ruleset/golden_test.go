@@ -24,12 +24,30 @@ func cidrs(s ...string) []netip.Prefix {
 	return p
 }
 
-// goldenCases are whole rulesets; each has its golden files.
-var goldenCases = []struct {
+// goldenCase is a whole ruleset as it is installed in a netns with eth0; it has its golden files.
+type goldenCase struct {
 	name      string
 	change    func(*Ruleset) // of Provisional("eth0")
 	noSYNGate bool
-}{
+	noWall    bool
+	noAddress bool
+}
+
+func (c goldenCase) installed() Installed {
+	in := Installed{
+		Ruleset: Provisional("eth0"), SYNGate: !c.noSYNGate, Wall: WallFull, Interfaces: []Interface{{Name: "eth0"}},
+	}
+	c.change(&in.Ruleset)
+	if !c.noAddress {
+		in.Interfaces[0].IPv4, in.Interfaces[0].IPv6 = netip.MustParseAddr("10.88.0.2"), netip.MustParseAddr("fd00:88::2")
+	}
+	if c.noWall {
+		in.Wall = WallNone
+	}
+	return in
+}
+
+var goldenCases = []goldenCase{
 	{name: "defaults", change: func(*Ruleset) {}},
 	{name: "upstream-ipv4", change: func(r *Ruleset) { r.Upstream = netip.MustParseAddrPort("192.0.2.1:18080") }},
 	{name: "upstream-ipv6", change: func(r *Ruleset) {
@@ -55,8 +73,18 @@ var goldenCases = []struct {
 		r.InboundPorts = []PortRange{{80, 80}, {8000, 8999}}
 		r.ExcludeSources = cidrs("10.0.0.1/32", "192.0.2.0/24", "fd00::1/128")
 	}},
-	{name: "direct", change: func(r *Ruleset) { r.Direct, r.IncludePorts = true, []PortRange{{80, 80}, {443, 443}} }},
+	{name: "other-dns", change: func(r *Ruleset) {
+		r.Other = OtherDNS
+		r.Resolvers = []netip.Addr{netip.MustParseAddr("10.96.0.10"), netip.MustParseAddr("fd00:96::10")}
+	}},
+	{name: "other-deny", change: func(r *Ruleset) { r.Other = OtherDeny }},
+	{name: "ports", change: func(r *Ruleset) {
+		r.Ports, r.InboundPorts = Ports{Outbound: 16001, Inbound: 16006}, []PortRange{{80, 80}}
+	}},
+	{name: "keep-older", change: func(r *Ruleset) { r.KeepOlder = true }},
 	{name: "no-syn-gate", change: func(*Ruleset) {}, noSYNGate: true},
+	{name: "no-wall", change: func(r *Ruleset) { r.IncludePorts = []PortRange{{80, 80}, {443, 443}} }, noWall: true},
+	{name: "no-address", change: func(*Ruleset) {}, noAddress: true},
 }
 
 // TestGolden compares the rules that each backend puts into a new netns with testdata/*.golden.
@@ -65,24 +93,27 @@ func TestGolden(t *testing.T) {
 	for _, tc := range goldenCases {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			r := Provisional("eth0")
-			tc.change(&r)
-			if err := r.Validate(); err != nil {
+			in := tc.installed()
+			if err := in.Ruleset.Validate(); err != nil {
 				t.Fatalf("Validate: %v", err)
 			}
-			var dump strings.Builder
+			var dump, wall strings.Builder
 			for _, f := range []Family{IPv4, IPv6} {
-				tables := r.tables(f, !tc.noSYNGate)
+				tables := in.Ruleset.tables(f, in.facts())
 				doc, err := document(f, tables, func(table) (tableState, error) { return tableState{}, nil })
 				if err != nil {
 					t.Fatal(err)
 				}
 				golden(t, tc.name+".iptables-"+strings.ToLower(f.String()), string(doc))
 				for _, tb := range tables {
-					dumpTable(&dump, f, tb)
+					dumpTable(&dump, tb)
 				}
 			}
+			for _, tb := range in.wall() {
+				dumpTable(&wall, tb)
+			}
 			golden(t, tc.name+".nftables", dump.String())
+			golden(t, tc.name+".wall", wall.String())
 		})
 	}
 }
@@ -109,7 +140,7 @@ func golden(t *testing.T, name, got string) {
 // old rules. The sum leaves out comment lines, since a new reason for the same rule replaces nothing in the kernel.
 func TestRevision(t *testing.T) {
 	t.Parallel()
-	const revision, sum = 2, "8b8a79f787bb9788"
+	const revision, sum = 3, "9bc70e56ac227b40"
 	paths, err := filepath.Glob("testdata/*.golden")
 	if err != nil {
 		t.Fatal(err)
@@ -142,7 +173,7 @@ func TestNoStrayGoldenFiles(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got, want := len(paths), 3*len(goldenCases); got != want {
+	if got, want := len(paths), 4*len(goldenCases); got != want {
 		t.Errorf("got %d golden files, want %d", got, want)
 	}
 }

@@ -202,7 +202,7 @@ func document(f Family, tables []table, state func(table) (tableState, error)) (
 			if c.hook == "" {
 				continue
 			}
-			jump := appendRule(f, c.hook, c.via, target(c.name))
+			jump := appendRule(f, c.hook, c.via, jump(c.name))
 			rules := have.hooks[c.hook]
 			if len(rules) > 0 && rules[0] == jump {
 				continue
@@ -233,8 +233,13 @@ func appendRule(f Family, chain string, m match, t target) string {
 	if m.out != "" {
 		add("-o", m.out)
 	}
-	if m.proto != "" {
+	switch {
+	case m.proto == "icmpv6":
+		add("-p", "ipv6-icmp")
+	case m.proto != "":
 		add("-p", m.proto)
+	case m.notProto != "":
+		add("!", "-p", m.notProto)
 	}
 	if m.dports != (PortRange{}) || m.syn {
 		add("-m", m.proto)
@@ -248,28 +253,37 @@ func appendRule(f Family, chain string, m match, t target) string {
 	if m.dstLocal {
 		add("-m", "addrtype", "--dst-type", "LOCAL")
 	}
-	if m.invalid {
-		add("-m", "conntrack", "--ctstate", "INVALID")
+	switch m.state {
+	case "":
+	case ctOriginal, ctReply:
+		add("-m", "conntrack", "--ctdir", string(m.state))
+	default:
+		add("-m", "conntrack", "--ctstate", string(m.state))
 	}
 	if m.dnat {
 		add("-m", "conntrack", "--ctstate", "DNAT")
 	}
-	if m.direct {
-		add("-m", "conntrack", "--ctstate", "NEW", "-m", "connmark", "--mark", fmt.Sprintf("0x%x", DirectMark))
+	if m.letOut {
+		add("-m", "connmark", "--mark", fmt.Sprintf("0x%x/0x%x", letOut, letOut))
+	}
+	if m.inside {
+		add("-m", "mark", "--mark", fmt.Sprintf("0x%x/0x%x", inside, inside))
 	}
 	if m.socket {
 		add("-m", "socket", "--nowildcard") // without --nowildcard, listeners on any address do not match
 	}
-	switch t {
-	case targetReturn, targetDrop:
-		add("-j", string(t))
-	case targetOutbound, targetInbound:
-		add("-j", "REDIRECT", "--to-ports", strconv.Itoa(int(redirects[t])))
-	case targetReject:
+	switch t.verb {
+	case verbRedirect:
+		add("-j", "REDIRECT", "--to-ports", strconv.Itoa(int(t.to.Port())))
+	case verbDNAT:
+		add("-j", "DNAT", "--to-destination", t.to.String())
+	case verbReject:
 		with := map[Family]string{IPv4: "icmp-port-unreachable", IPv6: "icmp6-port-unreachable"}
 		add("-j", "REJECT", "--reject-with", with[f])
+	case verbJump:
+		add("-j", chainPrefix+t.chain)
 	default:
-		add("-j", chainPrefix+string(t))
+		add("-j", string(t.verb))
 	}
 	return strings.Join(w, " ")
 }
@@ -297,7 +311,7 @@ func (b iptablesBackend) check(_ context.Context, f Family, tables []table) ([]s
 		for _, c := range t.chains {
 			where := fmt.Sprintf("%s %s %s%s", f, t.name, chainPrefix, c.name)
 			if c.hook != "" {
-				jump := appendRule(f, c.hook, c.via, target(c.name))
+				jump := appendRule(f, c.hook, c.via, jump(c.name))
 				switch rules := state.hooks[c.hook]; {
 				case !slices.Contains(rules, jump):
 					drift = append(drift, fmt.Sprintf("%s %s: missing: %s", f, t.name, jump))
@@ -330,7 +344,7 @@ func (b iptablesBackend) remove(ctx context.Context, f Family, tables []table) e
 		for _, c := range t.chains {
 			s.chains[chainPrefix+c.name] = true
 			if c.hook != "" {
-				s.hooks[c.hook] = []string{appendRule(f, c.hook, c.via, target(c.name))}
+				s.hooks[c.hook] = []string{appendRule(f, c.hook, c.via, jump(c.name))}
 			}
 		}
 		return s, nil

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -19,7 +20,7 @@ func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 // kernelBackends are the backends that every test of the kernel's rules runs with.
 var kernelBackends = []string{"iptables-nft", "iptables-legacy", "nftables"}
 
-// rich returns a ruleset with every kind of rule, except that of Direct.
+// rich returns a ruleset with every kind of rule.
 func rich() ruleset.Ruleset {
 	return ruleset.Ruleset{
 		Interfaces: []string{"eth0", "net1"},
@@ -34,6 +35,10 @@ func rich() ruleset.Ruleset {
 		InboundPorts:      []ruleset.PortRange{{First: 80, Last: 80}, {First: 1, Last: 65535}},
 		ExcludeSources:    cidrs("192.0.2.1/32", "0.0.0.0/0", "2001:db8::/32"),
 		RejectQUIC:        true,
+		Other:             ruleset.OtherDNS,
+		Resolvers:         []netip.Addr{netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("2001:db8::53")},
+		Ports:             ruleset.Ports{Outbound: 16001, Inbound: 16006},
+		KeepOlder:         true,
 	}
 }
 
@@ -52,8 +57,26 @@ func forBackends(t *testing.T, f func(t *testing.T, h *testbed.Host, backend str
 	for _, backend := range kernelBackends {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			f(t, testbed.NewHost(t, "ruleset"), backend)
+			f(t, newPod(t), backend)
 		})
+	}
+}
+
+// newPod makes a netns with the interface eth0, as CNI leaves it.
+func newPod(t *testing.T) *testbed.Host {
+	t.Helper()
+	h := testbed.NewHost(t, "ruleset")
+	h.IP("link", "add", "eth0", "type", "veth", "peer", "name", "peer")
+	h.IP("addr", "add", "192.0.2.2/24", "dev", "eth0")
+	h.IP("addr", "add", "2001:db8::2/64", "dev", "eth0", "nodad")
+	h.IP("link", "set", "eth0", "up")
+	return h
+}
+
+// eth0 is the interface of newPod.
+func eth0() ruleset.Interface {
+	return ruleset.Interface{
+		Name: "eth0", IPv4: netip.MustParseAddr("192.0.2.2"), IPv6: netip.MustParseAddr("2001:db8::2"),
 	}
 }
 
@@ -100,8 +123,10 @@ func TestApplyCheckRemove(t *testing.T) {
 				in := apply(t, h, r, backend, nil)
 				want := ruleset.Installed{
 					Ruleset: r, Backend: backend, SYNGate: true, Revision: ruleset.Revision, IPv6: true,
+					Wall: ruleset.WallFull, Interfaces: []ruleset.Interface{eth0()},
 				}
-				if diff := cmp.Diff(want, in, cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{})); diff != "" {
+				comparable := cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{}, netip.Addr{})
+				if diff := cmp.Diff(want, in, comparable); diff != "" {
 					t.Errorf("Apply (-want +got):\n%s", diff)
 				}
 				checkNoDrift(t, h, in)
@@ -162,7 +187,8 @@ func TestApplyTwiceIsHarmless(t *testing.T) {
 	})
 }
 
-// withoutCounters leaves out the lines that change by themselves: comments with the time, and chains with counters.
+// withoutCounters leaves out the lines that change by themselves: comments with the time, and chains with counters. It
+// sorts the tables: a table that was replaced is listed last.
 func withoutCounters(rules string) string {
 	var kept []string
 	for line := range strings.Lines(rules) {
@@ -170,7 +196,9 @@ func withoutCounters(rules string) string {
 			kept = append(kept, line)
 		}
 	}
-	return strings.Join(kept, "")
+	tables := strings.Split(strings.Join(kept, ""), "\n}\n") // a table ends there
+	slices.Sort(tables)
+	return strings.Join(tables, "\n}\n")
 }
 
 func TestApplyReplaces(t *testing.T) {

@@ -39,18 +39,20 @@ func nftablesWorks() error {
 }
 
 func nftFamily(f Family) nftables.TableFamily {
-	if f == IPv6 {
-		return nftables.TableFamilyIPv6
-	}
-	return nftables.TableFamilyIPv4
+	return map[Family]nftables.TableFamily{
+		IPv4: nftables.TableFamilyIPv4, IPv6: nftables.TableFamilyIPv6, link: nftables.TableFamilyNetdev,
+	}[f]
 }
 
-// nftHooks gives the chains that stand for iptables' built-in ones the same hooks and priorities.
-var nftHooks = map[string]map[string]struct {
+type nftHook struct {
 	kind     nftables.ChainType
 	hook     *nftables.ChainHook
 	priority *nftables.ChainPriority
-}{
+}
+
+// nftHooks gives the chains that stand for iptables' built-in ones the same hooks and priorities. The wall's chains are
+// the last before a packet leaves, and come right before nat where it arrives.
+var nftHooks = map[string]map[string]nftHook{
 	"mangle": {
 		chainInput: {nftables.ChainTypeFilter, nftables.ChainHookInput, nftables.ChainPriorityMangle},
 	},
@@ -62,18 +64,26 @@ var nftHooks = map[string]map[string]struct {
 		chainOutput:     {nftables.ChainTypeNAT, nftables.ChainHookOutput, nftables.ChainPriorityNATDest},
 		chainPrerouting: {nftables.ChainTypeNAT, nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest},
 	},
+	"wall": {
+		chainOutput:      {nftables.ChainTypeFilter, nftables.ChainHookOutput, beforeNAT},
+		chainPrerouting:  {nftables.ChainTypeFilter, nftables.ChainHookPrerouting, beforeNAT},
+		chainPostrouting: {nftables.ChainTypeFilter, nftables.ChainHookPostrouting, nftables.ChainPriorityConntrackHelper},
+		chainEgress:      {nftables.ChainTypeFilter, nftables.ChainHookEgress, nftables.ChainPriorityFilter},
+	},
 }
 
-func (nftablesBackend) apply(_ context.Context, f Family, tables []table) error {
-	return replaceTables(f, tables, tables)
+var beforeNAT = nftables.ChainPriorityRef(*nftables.ChainPriorityNATDest - 10)
+
+func (nftablesBackend) apply(_ context.Context, _ Family, tables []table) error {
+	return replaceTables(tables, tables)
 }
 
-func (nftablesBackend) remove(_ context.Context, f Family, tables []table) error {
-	return replaceTables(f, tables, nil)
+func (nftablesBackend) remove(_ context.Context, _ Family, tables []table) error {
+	return replaceTables(tables, nil)
 }
 
 // replaceTables deletes the tables of old that exist and adds those of fresh, in one transaction.
-func replaceTables(f Family, old, fresh []table) error {
+func replaceTables(old, fresh []table) error {
 	conn, err := nftables.New(nftables.AsLasting()) // a lasting socket stays in the netns in which it was opened
 	if err != nil {
 		return fmt.Errorf("opening nftables: %w", err)
@@ -81,73 +91,126 @@ func replaceTables(f Family, old, fresh []table) error {
 	// The library waits for each of the many answers with the help of a goroutine. This goroutine is locked to its
 	// thread (ns.Do), so each answer would cost two switches of threads here; transact runs on another.
 	done := make(chan error)
-	go func() { done <- transact(conn, f, old, fresh) }()
+	go func() { done <- transact(conn, old, fresh) }()
 	if err := errors.Join(<-done, conn.CloseLasting()); err != nil {
-		return fmt.Errorf("nftables %s: %w", f, err)
+		return fmt.Errorf("nftables: %w", err)
 	}
 	return nil
 }
 
-func transact(conn *nftables.Conn, f Family, old, fresh []table) error {
-	have, err := conn.ListTablesOfFamily(nftFamily(f))
+func transact(conn *nftables.Conn, old, fresh []table) error {
+	have, err := conn.ListTables()
 	if err != nil {
 		return fmt.Errorf("listing tables: %w", err)
 	}
 	for _, t := range old {
 		// Only existing tables, not add-then-delete: closing the socket waits until deleted tables are freed, a
 		// grace period of RCU (nft_rcv_nl_event, net/netfilter/nf_tables_api.c), which takes 10 ms or more.
-		if slices.ContainsFunc(have, func(h *nftables.Table) bool { return h.Name == nftTablePrefix+t.name }) {
-			conn.DelTable(nftTable(f, t))
+		nt := nftTable(t)
+		if slices.ContainsFunc(have, func(h *nftables.Table) bool { return h.Name == nt.Name && h.Family == nt.Family }) {
+			conn.DelTable(nt)
 		}
 	}
 	for _, t := range fresh {
-		addTable(conn, f, t)
+		if err := addTable(conn, t); err != nil {
+			return fmt.Errorf("%s table %s: %w", t.family, nftTablePrefix+t.name, err)
+		}
 	}
-	return conn.Flush()
+	if err := conn.Flush(); err != nil {
+		return fmt.Errorf("replacing tables: %w", err)
+	}
+	return nil
 }
 
-func nftTable(f Family, t table) *nftables.Table {
-	return &nftables.Table{Family: nftFamily(f), Name: nftTablePrefix + t.name}
+func nftTable(t table) *nftables.Table {
+	return &nftables.Table{Family: nftFamily(t.family), Name: nftTablePrefix + t.name}
 }
 
-func addTable(conn *nftables.Conn, f Family, t table) {
-	nt := conn.AddTable(nftTable(f, t))
+// knownBridges is the set of the bridges that packets have come from or gone to. Only the wall's tables have it.
+const knownBridges = "bridges"
+
+func addTable(conn *nftables.Conn, t table) error {
+	nt := conn.AddTable(nftTable(t))
+	if t.name == "wall" && t.family != link {
+		set := &nftables.Set{Table: nt, Name: knownBridges, KeyType: nftables.TypeIFIndex, Dynamic: true, Size: 1 << 10}
+		if err := conn.AddSet(set, nil); err != nil {
+			return err
+		}
+	}
 	for _, c := range t.chains {
-		conn.AddChain(&nftables.Chain{Table: nt, Name: chainPrefix + c.name})
+		if !isHookOnly(c) {
+			conn.AddChain(&nftables.Chain{Table: nt, Name: chainPrefix + c.name})
+		}
 	}
 	for _, c := range t.chains {
 		for _, r := range c.rules {
-			conn.AddRule(nftRule(f, nt, chainPrefix+c.name, r))
+			conn.AddRule(nftRule(nt, t.family, chainPrefix+c.name, r))
 		}
 		if c.hook == "" {
 			continue
 		}
 		h := nftHooks[t.name][c.hook]
 		base := conn.AddChain(&nftables.Chain{
-			Table: nt, Name: c.hook, Type: h.kind, Hooknum: h.hook, Priority: h.priority,
+			Table: nt, Name: baseName(t, c), Type: h.kind, Hooknum: h.hook, Priority: h.priority, Device: device(t, c),
 		})
-		conn.AddRule(nftRule(f, nt, base.Name, rule{c.via, target(c.name), c.why}))
+		conn.AddRule(nftRule(nt, t.family, base.Name, hookRule(t, c)))
 	}
+	return nil
 }
 
-func (nftablesBackend) check(_ context.Context, f Family, tables []table) ([]string, error) {
+// isHookOnly reports whether c only leads from a hook to a chain that another c describes: in the link's table each
+// interface has a hook of its own.
+func isHookOnly(c chain) bool { return c.hook != "" && len(c.rules) == 0 }
+
+// device is the interface of c's hook.
+func device(t table, c chain) string {
+	if t.family == link {
+		return c.via.out
+	}
+	return ""
+}
+
+func baseName(t table, c chain) string {
+	if d := device(t, c); d != "" {
+		return c.hook + "_" + d
+	}
+	return c.hook
+}
+
+// hookRule is the rule of the base chain that stands for a built-in one.
+func hookRule(t table, c chain) rule {
+	via := c.via
+	if t.family == link {
+		via.out = "" // the hook is that interface's
+	}
+	return rule{via, jump(c.name), c.why}
+}
+
+func (nftablesBackend) check(_ context.Context, _ Family, tables []table) ([]string, error) {
 	conn, err := nftables.New()
 	if err != nil {
 		return nil, fmt.Errorf("opening nftables: %w", err)
 	}
+	return checkTables(conn, tables)
+}
+
+// checkTables compares the rules of the netns of conn with tables.
+func checkTables(conn *nftables.Conn, tables []table) ([]string, error) {
 	var drift []string
 	for _, t := range tables {
-		nt := nftTable(f, t)
 		for _, c := range t.chains {
-			d, err := checkChain(conn, f, nt, chainPrefix+c.name, c.rules)
-			if err != nil {
-				return nil, err
+			if !isHookOnly(c) {
+				d, err := checkChain(conn, t, chainPrefix+c.name, c.rules)
+				if err != nil {
+					return nil, err
+				}
+				drift = append(drift, d...)
 			}
-			drift = append(drift, d...)
 			if c.hook == "" {
 				continue
 			}
-			if d, err = checkChain(conn, f, nt, c.hook, []rule{{c.via, target(c.name), c.why}}); err != nil {
+			d, err := checkChain(conn, t, baseName(t, c), []rule{hookRule(t, c)})
+			if err != nil {
 				return nil, err
 			}
 			drift = append(drift, d...)
@@ -156,7 +219,8 @@ func (nftablesBackend) check(_ context.Context, f Family, tables []table) ([]str
 	return drift, nil
 }
 
-func checkChain(conn *nftables.Conn, f Family, nt *nftables.Table, chain string, rules []rule) ([]string, error) {
+func checkChain(conn *nftables.Conn, t table, chain string, rules []rule) ([]string, error) {
+	f, nt := t.family, nftTable(t)
 	where := fmt.Sprintf("%s table %s chain %s", f, nt.Name, chain)
 	have, err := conn.GetRules(nt, &nftables.Chain{Table: nt, Name: chain})
 	if errors.Is(err, unix.ENOENT) {
@@ -170,26 +234,54 @@ func checkChain(conn *nftables.Conn, f Family, nt *nftables.Table, chain string,
 	for i, h := range have {
 		got[i] = fmt.Sprintf("a rule that is not ours, handle %d", h.Handle)
 		for _, r := range rules {
-			if reflect.DeepEqual(h.Exprs, readable(nftRule(f, nt, chain, r).Exprs)) {
-				got[i] = appendRule(f, chain, r.match, r.target)
+			if reflect.DeepEqual(readable(h.Exprs), readable(nftRule(nt, f, chain, r).Exprs)) {
+				got[i] = text(f, chain, r)
 			}
 		}
 	}
 	want := make([]string, len(rules))
 	for i, r := range rules {
-		want[i] = appendRule(f, chain, r.match, r.target)
+		want[i] = text(f, chain, r)
 	}
 	return diff(where, got, want), nil
 }
 
-// readable leaves out the socket expression, which google/nftables v0.3.0 writes but skips when it reads a rule.
-// The comparison of its result stays, so a rule without the socket match still differs.
-func readable(e []expr.Any) []expr.Any {
-	return slices.DeleteFunc(e, func(x expr.Any) bool { _, isSocket := x.(*expr.Socket); return isSocket })
+// text writes a rule for people: as iptables would if it can express it, and else by its reason.
+func text(f Family, chain string, r rule) string {
+	if f == link || r.target.isOfWall() || r.match.isOfWall() {
+		return fmt.Sprintf("%s: %s", chain, r.why)
+	}
+	return appendRule(f, chain, r.match, r.target)
+}
+
+// readable leaves out the differences between a rule as it was written and as google/nftables v0.3.0 reads it: it skips
+// the socket expression, so only the comparison of its result stays, and it reads values of counters and the IDs that
+// sets had in the transaction.
+func readable(all []expr.Any) []expr.Any {
+	var kept []expr.Any
+	for _, e := range all {
+		switch e := e.(type) {
+		case *expr.Socket:
+		case *expr.Counter:
+			kept = append(kept, &expr.Counter{})
+		case *expr.Ct: // its source register is not read
+			if e.SourceRegister {
+				e = &expr.Ct{Key: e.Key}
+			}
+			kept = append(kept, e)
+		case *expr.Lookup:
+			kept = append(kept, &expr.Lookup{SourceRegister: e.SourceRegister, SetName: e.SetName})
+		case *expr.Dynset:
+			kept = append(kept, &expr.Dynset{SrcRegKey: e.SrcRegKey, SetName: e.SetName, Operation: e.Operation})
+		default:
+			kept = append(kept, e)
+		}
+	}
+	return kept
 }
 
 // nftRule translates one rule. The rule's reason becomes the comment that `nft list` shows.
-func nftRule(f Family, nt *nftables.Table, chain string, r rule) *nftables.Rule {
+func nftRule(nt *nftables.Table, f Family, chain string, r rule) *nftables.Rule {
 	return &nftables.Rule{
 		Table: nt, Chain: &nftables.Chain{Table: nt, Name: chain},
 		Exprs:    append(nftMatch(f, r.match), nftTarget(f, r.target)...),
@@ -197,18 +289,35 @@ func nftRule(f Family, nt *nftables.Table, chain string, r rule) *nftables.Rule 
 	}
 }
 
-// reg is the register that every match loads into: no match needs two values at once.
-const reg = 1
+// Registers of 16 bytes. No match needs two values at once; DNAT has an address and a port.
+const reg, regPort = 1, 2
+
+// Keys that google/nftables has no names for (linux/netfilter/nf_tables.h).
+const (
+	metaKeyIIFKIND expr.MetaKey = 26
+	metaKeyOIFKIND expr.MetaKey = 27
+)
 
 func nftMatch(f Family, m match) []expr.Any {
 	var e []expr.Any
 	add := func(x ...expr.Any) { e = append(e, x...) }
-	equal := func(data []byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: data} }
+	compare := func(op expr.CmpOp, data []byte) expr.Any { return &expr.Cmp{Op: op, Register: reg, Data: data} }
+	equal := func(data []byte) expr.Any { return compare(expr.CmpOpEq, data) }
+	meta := func(key expr.MetaKey) expr.Any { return &expr.Meta{Key: key, Register: reg} }
 	if m.in != "" {
-		add(&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: reg}, equal(nftInterface(m.in)))
+		add(meta(expr.MetaKeyIIFNAME), equal(nftInterface(m.in)))
 	}
 	if m.out != "" {
-		add(&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: reg}, equal(nftInterface(m.out)))
+		add(meta(expr.MetaKeyOIFNAME), equal(nftInterface(m.out)))
+	}
+	if m.forwarded {
+		add(meta(expr.MetaKeyIIF), compare(expr.CmpOpNeq, make([]byte, 4)))
+	}
+	if m.fromBridge {
+		add(meta(metaKeyIIFKIND), equal(nftInterface("bridge")))
+	}
+	if m.toBridge {
+		add(meta(metaKeyOIFKIND), equal(nftInterface("bridge")))
 	}
 	if m.src.IsValid() {
 		add(nftAddress(m.src, map[Family]uint32{IPv4: 12, IPv6: 8}[f])...)
@@ -220,9 +329,20 @@ func nftMatch(f Family, m match) []expr.Any {
 		add(&expr.Fib{Register: reg, FlagDADDR: true, ResultADDRTYPE: true},
 			equal(binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL)))
 	}
+	if m.toKnown {
+		add(&expr.Fib{Register: reg, FlagDADDR: true, FlagMARK: true, ResultOIF: true},
+			&expr.Lookup{SourceRegister: reg, SetName: knownBridges})
+	}
+	number := map[string]byte{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "icmpv6": unix.IPPROTO_ICMPV6}
 	if m.proto != "" {
-		number := map[string]byte{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP}[m.proto]
-		add(&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg}, equal([]byte{number}))
+		add(meta(expr.MetaKeyL4PROTO), equal([]byte{number[m.proto]}))
+	}
+	if m.notProto != "" {
+		add(meta(expr.MetaKeyL4PROTO), compare(expr.CmpOpNeq, []byte{number[m.notProto]}))
+	}
+	if m.sport != 0 {
+		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 2},
+			equal(binary.BigEndian.AppendUint16(nil, m.sport)))
 	}
 	if m.dports != (PortRange{}) {
 		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2})
@@ -234,33 +354,74 @@ func nftMatch(f Family, m match) []expr.Any {
 			add(&expr.Range{Op: expr.CmpOpEq, Register: reg, FromData: first, ToData: last})
 		}
 	}
-	if m.syn {
+	if m.syn || m.notSYN {
+		op := map[bool]expr.CmpOp{true: expr.CmpOpEq, false: expr.CmpOpNeq}[m.syn]
 		const flags, fin, syn, rst, ack = 13, 1, 2, 4, 16 // RFC 9293, section 3.1
 		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: flags, Len: 1},
 			&expr.Bitwise{
 				SourceRegister: reg, DestRegister: reg, Len: 1, Mask: []byte{fin | syn | rst | ack}, Xor: []byte{0},
 			},
-			equal([]byte{syn}))
+			compare(op, []byte{syn}))
 	}
-	if m.invalid {
-		add(nftBit(expr.CtKeySTATE, expr.CtStateBitINVALID)...)
+	if m.state != "" {
+		add(nftState(m.state)...)
 	}
 	if m.dnat {
 		const ipsDstNAT = 1 << 5 // IPS_DST_NAT, linux/netfilter/nf_conntrack_common.h
-		add(nftBit(expr.CtKeySTATUS, ipsDstNAT)...)
+		add(nftBit(&expr.Ct{Key: expr.CtKeySTATUS, Register: reg}, ipsDstNAT)...)
 	}
-	if m.direct {
-		add(nftBit(expr.CtKeySTATE, expr.CtStateBitNEW)...)
-		add(&expr.Ct{Key: expr.CtKeyMARK, Register: reg}, equal(binaryutil.NativeEndian.PutUint32(DirectMark)))
+	if m.letOut {
+		add(nftBit(&expr.Ct{Key: expr.CtKeyMARK, Register: reg}, letOut)...)
+	}
+	if m.inside {
+		add(nftBit(meta(expr.MetaKeyMARK), inside)...)
+	}
+	if m.passed {
+		add(nftBit(meta(expr.MetaKeyMARK), passed)...)
+	}
+	if m.routed { // without a route the expression ends the rule; every value matches
+		add(meta(expr.MetaKeyRTCLASSID), compare(expr.CmpOpGte, make([]byte, 4)))
+	}
+	for _, t := range m.frame {
+		add(nftFrame(t)...)
 	}
 	if m.socket {
 		// Both values of `transparent`, 0 and 1, match; without a socket the expression ends the rule. The key
 		// `wildcard` ends it for a socket in TIME_WAIT too, and the SYN of a connection that reuses a port meets such a
 		// socket before the listener. Without a listener that SYN is answered with an ACK, and the next is dropped.
-		add(&expr.Socket{Key: expr.SocketKeyTransparent, Register: reg},
-			&expr.Cmp{Op: expr.CmpOpLte, Register: reg, Data: []byte{1}})
+		add(&expr.Socket{Key: expr.SocketKeyTransparent, Register: reg}, compare(expr.CmpOpLte, []byte{1}))
 	}
 	return e
+}
+
+func nftState(s ctState) []expr.Any {
+	directions := map[ctState]byte{ctOriginal: 0, ctReply: 1} // enum ip_conntrack_dir
+	if d, ok := directions[s]; ok {
+		return []expr.Any{
+			&expr.Ct{Key: expr.CtKeyDIRECTION, Register: reg},
+			&expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: []byte{d}},
+		}
+	}
+	bits := map[ctState]uint32{
+		ctNew: expr.CtStateBitNEW, ctRelated: expr.CtStateBitRELATED, ctInvalid: expr.CtStateBitINVALID,
+		ctUntracked: expr.CtStateBitUNTRACKED,
+	}
+	return nftBit(&expr.Ct{Key: expr.CtKeySTATE, Register: reg}, bits[s])
+}
+
+func nftFrame(t frameTest) []expr.Any {
+	size := uint32(len(t.value))
+	e := []expr.Any{&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseLLHeader, Offset: t.offset, Len: size}}
+	if t.mask != nil {
+		e = append(e, &expr.Bitwise{
+			SourceRegister: reg, DestRegister: reg, Len: size, Mask: t.mask, Xor: make([]byte, size),
+		})
+	}
+	op := expr.CmpOpEq
+	if t.not {
+		op = expr.CmpOpNeq
+	}
+	return append(e, &expr.Cmp{Op: op, Register: reg, Data: t.value})
 }
 
 // nftAddress matches an address at an offset, in bytes, in the IP header.
@@ -276,15 +437,19 @@ func nftAddress(p netip.Prefix, offset uint32) []expr.Any {
 	return append(e, &expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: p.Addr().AsSlice()})
 }
 
-// nftBit matches if a bit of a conntrack key is set.
-func nftBit(key expr.CtKey, bit uint32) []expr.Any {
+// nftBit matches if a bit is set in the value of 4 bytes, in the order of the host, that load loads.
+func nftBit(load expr.Any, bit uint32) []expr.Any {
 	return []expr.Any{
-		&expr.Ct{Key: key, Register: reg},
-		&expr.Bitwise{
-			SourceRegister: reg, DestRegister: reg, Len: 4,
-			Mask: binaryutil.NativeEndian.PutUint32(bit), Xor: make([]byte, 4),
-		},
+		load, nftMask(bit, 0),
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: reg, Data: make([]byte, 4)},
+	}
+}
+
+// nftMask keeps the bits of mask and then inverts those of xor.
+func nftMask(mask, xor uint32) expr.Any {
+	return &expr.Bitwise{
+		SourceRegister: reg, DestRegister: reg, Len: 4,
+		Mask: binaryutil.NativeEndian.PutUint32(mask), Xor: binaryutil.NativeEndian.PutUint32(xor),
 	}
 }
 
@@ -294,21 +459,64 @@ func nftInterface(name string) []byte {
 }
 
 func nftTarget(f Family, t target) []expr.Any {
-	switch t {
-	case targetReturn:
+	mark := func(bit, value uint32) []expr.Any {
+		return []expr.Any{
+			&expr.Meta{Key: expr.MetaKeyMARK, Register: reg}, nftMask(^bit, value),
+			&expr.Meta{Key: expr.MetaKeyMARK, Register: reg, SourceRegister: true},
+		}
+	}
+	know := func(key expr.MetaKey) []expr.Any {
+		return []expr.Any{
+			&expr.Meta{Key: key, Register: reg},
+			&expr.Dynset{SrcRegKey: reg, SetName: knownBridges, Operation: unix.NFT_DYNSET_OP_ADD},
+		}
+	}
+	port := binary.BigEndian.AppendUint16(nil, t.to.Port())
+	switch t.verb {
+	case verbReturn:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictReturn}}
-	case targetDrop:
+	case verbAccept:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictAccept}}
+	case verbDrop:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}
-	case targetReject:
+	case verbStop:
+		return []expr.Any{&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}}
+	case verbReject:
 		code := map[Family]uint8{IPv4: 3, IPv6: 4}[f] // port unreachable: RFC 792, RFC 4443
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
-	case targetOutbound, targetInbound:
-		const protoSpecified = 2 // NF_NAT_RANGE_PROTO_SPECIFIED, linux/netfilter/nf_nat.h
+	case verbRedirect:
+		const protoSpecified = 2 // NF_NAT_RANGE_PROTO_SPECIFIED
 		return []expr.Any{
-			&expr.Immediate{Register: reg, Data: binary.BigEndian.AppendUint16(nil, redirects[t])},
+			&expr.Immediate{Register: reg, Data: port},
 			&expr.Redir{RegisterProtoMin: reg, RegisterProtoMax: reg, Flags: protoSpecified},
 		}
+	case verbDNAT:
+		return []expr.Any{
+			&expr.Immediate{Register: reg, Data: t.to.Addr().AsSlice()},
+			&expr.Immediate{Register: regPort, Data: port},
+			&expr.NAT{
+				Type: expr.NATTypeDestNAT, Family: uint32(nftFamily(f)), RegAddrMin: reg, RegAddrMax: reg,
+				RegProtoMin: regPort, RegProtoMax: regPort, Specified: true,
+			},
+		}
+	case verbLetOut:
+		return []expr.Any{
+			&expr.Ct{Key: expr.CtKeyMARK, Register: reg}, nftMask(^uint32(letOut), letOut),
+			&expr.Ct{Key: expr.CtKeyMARK, Register: reg, SourceRegister: true},
+		}
+	case verbPass:
+		return mark(passed, passed)
+	case verbUnpass:
+		return mark(passed, 0)
+	case verbInside:
+		return mark(inside, inside)
+	case verbOutside:
+		return mark(inside, 0)
+	case verbKnowFrom:
+		return know(expr.MetaKeyIIF)
+	case verbKnowTo:
+		return know(expr.MetaKeyOIF)
 	default:
-		return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chainPrefix + string(t)}}
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chainPrefix + t.chain}}
 	}
 }

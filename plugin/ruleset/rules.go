@@ -2,6 +2,7 @@ package ruleset
 
 import (
 	"net/netip"
+	"slices"
 )
 
 // Family is an address family; each has its own tables in the kernel.
@@ -13,22 +14,28 @@ const (
 	IPv6 Family = 6
 )
 
-// String returns IPv4 or IPv6.
-func (f Family) String() string { return map[Family]string{IPv4: "IPv4", IPv6: "IPv6"}[f] }
+// link stands for the tables that see frames on their way to a network interface.
+const link Family = 2
+
+// String returns IPv4, IPv6 or link.
+func (f Family) String() string {
+	return map[Family]string{IPv4: "IPv4", IPv6: "IPv6", link: "link"}[f]
+}
 
 func (f Family) has(a netip.Addr) bool { return a.Is4() == (f == IPv4) }
 
 // The types below describe the rules once; each backend translates them.
 
 type table struct {
-	name   string // nat, filter or mangle
+	family Family
+	name   string // nat, filter, mangle or wall
 	chains []chain
 }
 
 type chain struct {
 	name  string // without the prefix that a backend may give it
 	hook  string // the built-in chain that jumps here; "" if only sluice's own chains do
-	via   match  // limits that jump
+	via   match  // limits that jump; in a table of the family link, via.out is the hook's interface
 	why   string // the reason for the jump
 	rules []rule
 }
@@ -41,59 +48,175 @@ type rule struct {
 
 // match is a conjunction of conditions; a zero field matches every packet.
 type match struct {
-	proto    string // tcp or udp
+	proto    string // tcp, udp or icmpv6
+	notProto string // tcp
 	in, out  string // interface
 	src, dst netip.Prefix
 	dstLocal bool // the destination is an address of this netns
+	sport    uint16
 	dports   PortRange
 	syn      bool // the first segment of a connection
-	invalid  bool // conntrack state INVALID
+	notSYN   bool // any other segment
+	state    ctState
 	dnat     bool // conntrack rewrote the destination: the packet was redirected
-	direct   bool // sluiced entered it into conntrack with DirectMark, and it has no answer yet
+	inside   bool // the packet's mark has the bit inside
+	letOut   bool // the mark of the conntrack entry has the bit letOut
 	socket   bool // a socket in this netns would receive it
+
+	// Only the rules of the wall have the conditions below, so only nftables renders them.
+
+	passed     bool // the packet's mark has the bit passed
+	routed     bool // the stack of a netns has routed the packet: packet sockets send without a route
+	forwarded  bool // the packet came in through an interface
+	fromBridge bool // it came in through a bridge
+	toBridge   bool // it goes out through a bridge
+	toKnown    bool // its route leads out through one of the known bridges
+	frame      []frameTest
 }
 
-// target is the action for a packet that matches: one of the constants, or a jump to the chain of that name.
-type target string
+// frameTest compares bytes of a frame with a value.
+type frameTest struct {
+	offset uint32 // from the begin of the link-layer header
+	mask   []byte // nil compares all bits
+	not    bool   // the bytes must differ
+	value  []byte
+}
+
+// ctState is a state or a direction of conntrack.
+type ctState string
 
 const (
-	targetReturn   target = "RETURN"
-	targetDrop     target = "DROP"
-	targetReject   target = "REJECT" // with port-unreachable
-	targetOutbound target = "REDIRECT to the outbound port"
-	targetInbound  target = "REDIRECT to the inbound port"
+	ctNew       ctState = "NEW"       // the connection has no answer yet
+	ctRelated   ctState = "RELATED"   // an ICMP error about a connection
+	ctInvalid   ctState = "INVALID"   // conntrack does not know the connection, and the packet begins none
+	ctUntracked ctState = "UNTRACKED" // not tracked: IPv6 neighbour discovery and multicast listener discovery
+	ctOriginal  ctState = "ORIGINAL"  // from the end that began the connection
+	ctReply     ctState = "REPLY"     // from the other end
 )
 
-// redirects maps the targets that redirect to their ports.
-var redirects = map[target]uint16{targetOutbound: OutboundPort, targetInbound: InboundPort}
+// target is the action for a packet that matches.
+type target struct {
+	verb  verb
+	chain string         // to which it jumps
+	to    netip.AddrPort // where the connection is sent; of verbRedirect the port only
+	count Sender         // verbStop counts the packet as sent by it
+}
+
+type verb string
+
+const (
+	verbReturn   verb = "RETURN"
+	verbAccept   verb = "ACCEPT"
+	verbDrop     verb = "DROP"
+	verbReject   verb = "REJECT" // with port-unreachable
+	verbJump     verb = "JUMP"
+	verbRedirect verb = "REDIRECT"
+	verbDNAT     verb = "DNAT"
+
+	// Only the wall has these.
+
+	verbStop     verb = "STOP"   // counts and drops
+	verbLetOut   verb = "LETOUT" // sets letOut in the mark of the conntrack entry
+	verbPass     verb = "PASS"   // sets passed in the packet's mark
+	verbUnpass   verb = "UNPASS" // clears it
+	verbInside   verb = "INSIDE" // sets inside in the packet's mark
+	verbOutside  verb = "OUTSIDE"
+	verbKnowFrom verb = "KNOWFROM" // adds the interface that the packet came in through to the known bridges
+	verbKnowTo   verb = "KNOWTO"   // adds the interface that it goes out through
+)
+
+var (
+	targetReturn = target{verb: verbReturn}
+	targetAccept = target{verb: verbAccept}
+	targetDrop   = target{verb: verbDrop}
+	targetReject = target{verb: verbReject}
+)
+
+// isOfWall reports whether only nftables renders m.
+func (m match) isOfWall() bool {
+	return m.passed || m.routed || m.forwarded || m.fromBridge || m.toBridge || m.toKnown || m.frame != nil ||
+		m.sport != 0 || m.notSYN
+}
+
+// isOfWall reports whether only nftables renders t.
+func (t target) isOfWall() bool {
+	return slices.Contains([]verb{
+		verbStop, verbLetOut, verbPass, verbUnpass, verbInside, verbOutside, verbKnowFrom, verbKnowTo,
+	}, t.verb)
+}
+
+func jump(chain string) target { return target{verb: verbJump, chain: chain} }
 
 // Names of the chains; a name has the same meaning in every table.
 const (
-	chainOutput     = "OUTPUT"
-	chainPrerouting = "PREROUTING"
-	chainForward    = "FORWARD"
-	chainInput      = "INPUT"
-	chainOutbound   = "OUTBOUND"
-	chainCapture    = "CAPTURE"
+	chainOutput      = "OUTPUT"
+	chainPrerouting  = "PREROUTING"
+	chainForward     = "FORWARD"
+	chainInput       = "INPUT"
+	chainPostrouting = "POSTROUTING"
+	chainEgress      = "EGRESS"
+	chainOutbound    = "OUTBOUND"
+	chainCapture     = "CAPTURE"
+	chainGate        = "GATE"
 )
 
-// tables describes r for one family, in the order in which the tables are installed: the guard of the
-// capture ports is in place before the first connection is redirected to them. synGate is false for
-// kernels that lack the socket match: they refuse a SYN that finds no listener instead of dropping it.
-func (r Ruleset) tables(f Family, synGate bool) []table {
+// facts are the properties of a netns and its kernel that the rules depend on.
+type facts struct {
+	// synGate is false for kernels that lack the socket match: they refuse a SYN that finds no listener instead of
+	// dropping it.
+	synGate bool
+	// wall is false for kernels without nftables. Rules of the filter table then stand in for the wall.
+	wall bool
+	// interfaces are the CNI interfaces that exist.
+	interfaces []Interface
+}
+
+// Interface is a CNI interface with one global address of each family, or the zero value.
+type Interface struct {
+	Name string     `json:"name"`
+	IPv4 netip.Addr `json:"ipv4,omitzero"`
+	IPv6 netip.Addr `json:"ipv6,omitzero"`
+}
+
+// String returns the name and the addresses.
+func (i Interface) String() string {
+	text := i.Name
+	for _, a := range []netip.Addr{i.IPv4, i.IPv6} {
+		if a.IsValid() {
+			text += " with " + a.String()
+		}
+	}
+	return text
+}
+
+func (i Interface) addr(f Family) netip.Addr {
+	if f == IPv4 {
+		return i.IPv4
+	}
+	return i.IPv6
+}
+
+// tables describes the part of r that a backend renders, for one family, in the order in which the tables are
+// installed: the guard of the capture ports is in place before the first connection is redirected to them.
+func (r Ruleset) tables(f Family, k facts) []table {
+	var via match // without the wall, TCP is filtered too
+	if k.wall {
+		via.notProto = "tcp"
+	}
 	return []table{
-		{name: "mangle", chains: []chain{r.inputChain(synGate)}},
-		{name: "filter", chains: []chain{
-			r.captureFilter(),
+		{family: f, name: "mangle", chains: []chain{r.inputChain(k.synGate)}},
+		{family: f, name: "filter", chains: []chain{
+			r.captureFilter(f, k.wall),
 			r.outbound(f),
-			r.fromPod(""),
-			r.fromElsewhere(chainForward, "", nil),
+			r.fromPod(via, k.wall),
+			r.fromElsewhere(chainForward, via, nil, k.wall),
 		}},
-		{name: "nat", chains: []chain{
+		{family: f, name: "nat", chains: []chain{
+			r.gate(f, k.interfaces),
 			r.captureNAT(),
 			r.outbound(f),
-			r.fromPod("tcp"),
-			r.fromElsewhere(chainPrerouting, "tcp", r.inbound(f)),
+			r.fromPod(match{proto: "tcp"}, k.wall),
+			r.fromElsewhere(chainPrerouting, match{proto: "tcp"}, r.inbound(f), k.wall),
 		}},
 	}
 }
@@ -111,7 +234,7 @@ func (r Ruleset) inputChain(synGate bool) chain {
 		name: chainInput, hook: chainInput, via: match{proto: "tcp", syn: true},
 		why: "new connections",
 	}
-	guard := func(port uint16) {
+	for _, port := range r.openPorts() {
 		to := match{proto: "tcp", dports: PortRange{port, port}}
 		redirected := to
 		redirected.dnat, redirected.socket = true, synGate
@@ -120,31 +243,39 @@ func (r Ruleset) inputChain(synGate bool) chain {
 			rule{to, targetDrop, whyDrop},
 		)
 	}
-	guard(OutboundPort)
-	if len(r.InboundPorts) > 0 {
-		guard(InboundPort)
-	}
 	return c
 }
 
-// fromPod handles packets that the pod itself sends.
-func (r Ruleset) fromPod(proto string) chain {
+// openPorts are the capture ports that the pod's listeners have.
+func (r Ruleset) openPorts() []uint16 {
+	ports := r.CapturePorts()
+	if len(r.InboundPorts) == 0 {
+		return []uint16{ports.Outbound}
+	}
+	return []uint16{ports.Outbound, ports.Inbound}
+}
+
+// fromPod handles packets that the pod itself sends. Without the wall no packet is known to stay inside.
+func (r Ruleset) fromPod(via match, wall bool) chain {
 	c := chain{
-		name: chainOutput, hook: chainOutput, via: match{proto: proto},
+		name: chainOutput, hook: chainOutput, via: via,
 		why:   "packets that the pod itself sends",
 		rules: []rule{{match{out: "lo"}, targetReturn, "localhost and the pod's own addresses"}},
 	}
 	for _, name := range r.ExcludeInterfaces {
 		c.rules = append(c.rules, rule{match{out: name}, targetReturn, "excluded interface"})
 	}
-	c.rules = append(c.rules, rule{match{}, chainOutbound, "the rest leaves the pod"})
+	if wall {
+		c.rules = append(c.rules, rule{match{inside: true}, targetReturn, "to a nested container"})
+	}
+	c.rules = append(c.rules, rule{match{}, jump(chainOutbound), "the rest leaves the pod"})
 	return c
 }
 
 // fromElsewhere handles packets that arrive from outside, and from containers nested in the pod. A nested
 // container has a netns of its own behind a bridge in this one, so its packets never pass OUTPUT here.
-func (r Ruleset) fromElsewhere(hook, proto string, inbound []rule) chain {
-	c := chain{name: hook, hook: hook, via: match{proto: proto}, why: "packets from outside and from nested containers"}
+func (r Ruleset) fromElsewhere(hook string, via match, inbound []rule, wall bool) chain {
+	c := chain{name: hook, hook: hook, via: via, why: "packets from outside and from nested containers"}
 	for _, name := range r.ExcludeInterfaces {
 		c.rules = append(c.rules, rule{match{in: name}, targetReturn, "excluded interface"})
 	}
@@ -152,18 +283,22 @@ func (r Ruleset) fromElsewhere(hook, proto string, inbound []rule) chain {
 	for _, name := range r.Interfaces {
 		c.rules = append(c.rules, rule{match{in: name}, targetReturn, "from outside, to the pod"})
 	}
-	c.rules = append(c.rules,
-		rule{match{dstLocal: true}, targetReturn, "to the pod itself"},
-		rule{match{}, chainOutbound, "the rest leaves the pod"},
-	)
+	c.rules = append(c.rules, rule{match{dstLocal: true}, targetReturn, "to the pod itself"})
+	if wall {
+		// Bridged frames come here too if the sysctl bridge-nf-call-iptables is 1, as kubeadm wants it.
+		toInside := match{inside: true}
+		c.rules = append(c.rules, rule{toInside, targetReturn, "from one nested container to another"})
+	}
+	c.rules = append(c.rules, rule{match{}, jump(chainOutbound), "the rest leaves the pod"})
 	return c
 }
 
-// inbound redirects connections from outside to InboundPorts.
+// inbound redirects connections from outside to InboundPorts; see captureNAT.
 func (r Ruleset) inbound(f Family) []rule {
 	if len(r.InboundPorts) == 0 {
 		return nil
 	}
+	to := target{verb: verbRedirect, to: netip.AddrPortFrom(netip.Addr{}, r.CapturePorts().Inbound)}
 	var rules []rule
 	for _, name := range r.Interfaces {
 		for _, p := range r.ExcludeSources {
@@ -173,9 +308,8 @@ func (r Ruleset) inbound(f Family) []rule {
 			}
 		}
 		for _, p := range r.InboundPorts {
-			rules = append(rules, rule{
-				match{in: name, proto: "tcp", dports: p, syn: true, dstLocal: true}, targetInbound, "captured, inbound",
-			})
+			captured := match{in: name, proto: "tcp", dports: p, syn: r.KeepOlder, dstLocal: true}
+			rules = append(rules, rule{captured, to, "captured, inbound"})
 		}
 	}
 	return rules
@@ -185,9 +319,8 @@ func (r Ruleset) inbound(f Family) []rule {
 func (r Ruleset) outbound(f Family) chain {
 	c := chain{name: chainOutbound}
 	if up := r.Upstream; up.IsValid() && f.has(up.Addr()) {
-		itself := netip.PrefixFrom(up.Addr(), up.Addr().BitLen())
 		c.rules = append(c.rules, rule{
-			match{proto: "tcp", dst: itself, dports: PortRange{up.Port(), up.Port()}},
+			match{proto: "tcp", dst: only(up.Addr()), dports: PortRange{up.Port(), up.Port()}},
 			targetReturn, "the upstream itself, for pods that use it explicitly",
 		})
 	}
@@ -197,50 +330,95 @@ func (r Ruleset) outbound(f Family) chain {
 		}
 	}
 	if len(r.IncludeCIDRs) == 0 {
-		c.rules = append(c.rules, rule{match{}, chainCapture, "every other destination"})
+		c.rules = append(c.rules, rule{match{}, jump(chainCapture), "every other destination"})
 	}
 	for _, p := range r.IncludeCIDRs {
 		if f.has(p.Addr()) {
-			c.rules = append(c.rules, rule{match{dst: p}, chainCapture, "included CIDR"})
+			c.rules = append(c.rules, rule{match{dst: p}, jump(chainCapture), "included CIDR"})
 		}
 	}
 	return c
 }
 
-// captureNAT redirects connections by their SYN alone. If a connection is older than the rules, conntrack takes its
-// next segment for the first one (nf_conntrack_tcp_loose); redirected, that segment would be answered with a reset.
+// only is the prefix of one address.
+func only(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
+
+// captureNAT sends captured connections to the gate. nat sees the first packet of a connection that conntrack does not
+// know: a SYN, or a later segment of a connection whose entry was lost. The latter gets a new entry with the same
+// translation, so the connection goes on. A connection that is older than the rules would be reset by that.
 func (r Ruleset) captureNAT() chain {
-	return r.capture(nil, rule{match{syn: true}, targetOutbound, "captured"})
+	return r.capture(nil, rule{match{syn: r.KeepOlder}, jump(chainGate), "captured"})
 }
 
-// captureFilter rejects QUIC and drops captured TCP that nat did not redirect.
-func (r Ruleset) captureFilter() chain {
-	var first []rule
-	if r.RejectQUIC && r.capturesPort(QUICPort) {
-		first = append(first, rule{
-			match{proto: "udp", dports: PortRange{QUICPort, QUICPort}}, targetReject,
-			"QUIC: rejected, so that clients fall back to TCP at once",
-		})
+// gate sends a connection to the listener. The destination becomes an address of the interface through which the packet
+// would leave. REDIRECT would make it 127.0.0.1, to which there is no route from a socket that is bound to an interface
+// (SO_BINDTODEVICE): its SYN would leave through that interface, addressed to 127.0.0.1, and be lost.
+func (r Ruleset) gate(f Family, interfaces []Interface) chain {
+	c, port := chain{name: chainGate}, r.CapturePorts().Outbound
+	for _, i := range interfaces {
+		if a := i.addr(f); a.IsValid() {
+			to := target{verb: verbDNAT, to: netip.AddrPortFrom(a, port)}
+			c.rules = append(c.rules, rule{match{proto: "tcp", out: i.Name}, to, "to the gate, by that interface's address"})
+		}
 	}
-	if r.Direct {
-		direct := match{proto: "tcp", syn: true, direct: true}
-		first = append(first, rule{direct, targetReturn, "sluiced has marked it to go direct"})
+	to := target{verb: verbRedirect, to: netip.AddrPortFrom(netip.Addr{}, port)}
+	c.rules = append(c.rules, rule{match{proto: "tcp"}, to, "to the gate, from a nested container or without an address"})
+	return c
+}
+
+// captureFilter rejects the packets other than TCP that must not be sent. Without the wall it also drops captured TCP
+// that nat did not redirect.
+func (r Ruleset) captureFilter(f Family, wall bool) chain {
+	others := r.others(f, targetReject, "rejected, so that clients fall back to TCP at once", "rejected")
+	if wall {
+		return chain{name: chainCapture, rules: others}
 	}
-	redirected := match{proto: "tcp", syn: true, dnat: true}
-	first = append(first, rule{redirected, targetReturn, "redirected, on its way to the gate"})
-	return r.capture(first,
+	port := r.CapturePorts().Outbound
+	direct := match{proto: "tcp", syn: true, state: ctNew, letOut: true}
+	toGate := match{proto: "tcp", dports: PortRange{port, port}, syn: true, dnat: true}
+	return r.capture(
+		append(others,
+			rule{direct, targetReturn, "sluiced has marked it to go direct"},
+			rule{toGate, targetReturn, "redirected, on its way to the gate"},
+		),
 		rule{
 			match{syn: true}, targetDrop,
 			"SYN that conntrack takes for an older connection: nat skipped it, it would leak",
 		},
-		rule{match{invalid: true}, targetDrop, "conntrack state INVALID: it would skip nat and leak"},
+		rule{match{state: ctInvalid}, targetDrop, "conntrack state INVALID: it would skip nat and leak"},
 	)
+}
+
+// others applies act to captured packets other than TCP, as far as they must not be sent.
+func (r Ruleset) others(f Family, act target, whyQUIC, whyOther string) []rule {
+	var rules []rule
+	if r.RejectQUIC && r.capturesPort(QUICPort) {
+		rules = append(rules, rule{match{proto: "udp", dports: PortRange{QUICPort, QUICPort}}, act, "QUIC: " + whyQUIC})
+	}
+	if r.Other == "" || r.Other == OtherAllow {
+		return rules
+	}
+	rules = append(rules,
+		rule{match{notProto: "tcp", state: ctReply}, targetReturn, "the answer to a packet from outside"},
+		rule{match{notProto: "tcp", state: ctRelated}, targetReturn, "an ICMP error about a connection"},
+	)
+	if f == IPv6 {
+		neighbours := match{proto: "icmpv6", state: ctUntracked}
+		rules = append(rules, rule{neighbours, targetReturn, "neighbour discovery: IPv6 does not work without it"})
+	}
+	for _, a := range r.Resolvers {
+		if f.has(a) && r.Other == OtherDNS {
+			dns := match{proto: "udp", dst: only(a), dports: PortRange{53, 53}}
+			rules = append(rules, rule{dns, targetReturn, "DNS, to a resolver of the pod"})
+		}
+	}
+	return append(rules, rule{match{notProto: "tcp"}, act, "neither TCP nor DNS: " + whyOther})
 }
 
 // capture has the rules of first, then each of acts for the ports that the port lists capture. An act's own match
 // still holds; capture adds TCP and the port to it.
 func (r Ruleset) capture(first []rule, acts ...rule) chain {
-	c := chain{name: chainCapture, rules: first}
+	c := chain{name: chainCapture, rules: slices.Clone(first)}
 	for _, p := range r.ExcludePorts {
 		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "excluded port"})
 	}

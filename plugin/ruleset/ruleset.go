@@ -1,19 +1,22 @@
 // Package ruleset describes the netfilter rules of one pod netns, each with its reason, and applies, checks and
 // removes them.
 //
-// A [Ruleset] is plain data. It is turned into tables, chains and rules in one place (rules.go), and two
+// A [Ruleset] is plain data. It is turned into tables, chains and rules in one place (rules.go and wall.go), and two
 // backends put those into the kernel: iptables (legacy or nft) and nftables. The chains and their tables:
 //
 //	nat     OUTPUT ─────▶ SLUICE_OUTPUT ─────┐
-//	nat     PREROUTING ─▶ SLUICE_PREROUTING ─┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: REDIRECT to 15001
+//	nat     PREROUTING ─▶ SLUICE_PREROUTING ─┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE ─▶ SLUICE_GATE: to port 15001
 //	                           └▶ inbound ports: REDIRECT to 15006
 //	filter  OUTPUT ─────▶ SLUICE_OUTPUT ─────┐
-//	filter  FORWARD ────▶ SLUICE_FORWARD ────┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: drop TCP that nat missed, no QUIC
+//	filter  FORWARD ────▶ SLUICE_FORWARD ────┴▶ SLUICE_OUTBOUND ─▶ SLUICE_CAPTURE: reject QUIC, and more if asked to
 //	mangle  INPUT ──────▶ SLUICE_INPUT: the guard and the SYN gate of ports 15001 and 15006
 //
 // SLUICE_OUTPUT, SLUICE_PREROUTING and SLUICE_FORWARD return packets that are not outbound, SLUICE_OUTBOUND
 // returns excluded ones, and SLUICE_CAPTURE acts on the rest. OUTPUT sees the packets that the pod itself sends;
 // PREROUTING and FORWARD see those that containers nested in the pod send.
+//
+// The rules above divert connections. The wall (wall.go) stops all other packets that must not leave; it consists of
+// nftables, whichever backend has the rest.
 //
 // The names of the chains that the built-in ones jump to never change: an upgraded sluice must find the
 // jumps that an older version left.
@@ -29,22 +32,37 @@ import (
 	"strings"
 )
 
-// The ports in the pod netns that captured connections are redirected to.
+// Ports are the ports in the pod netns that captured connections are redirected to.
+type Ports struct {
+	Outbound uint16 `json:"outbound"`
+	Inbound  uint16 `json:"inbound"`
+}
+
+// DefaultPorts are the ports of a Ruleset that has none.
+var DefaultPorts = Ports{Outbound: 15001, Inbound: 15006}
+
+// Marks of conntrack entries. Setting one takes CAP_NET_ADMIN.
 const (
-	OutboundPort = 15001
-	InboundPort  = 15006
+	// letOut is a bit in the mark of each connection that the wall has let out.
+	letOut = 1 << 29
+	// DirectMark is the mark of a connection that sluiced lets go direct. It includes letOut.
+	DirectMark = letOut | 0x3a99
 )
 
-// DirectMark is the mark of the conntrack entry (not of the packets) of a connection that sluiced lets go direct.
-// Setting a conntrack mark takes CAP_NET_ADMIN.
-const DirectMark = 0x3a99
+// Marks of packets. The rules clear the bits before they set them: since Linux 5.17 CAP_NET_RAW suffices for SO_MARK.
+const (
+	// passed is a bit in the mark of each packet that the wall has let pass on its way to a CNI interface.
+	passed = 1 << 30
+	// inside is a bit in the mark of each packet that stays in the pod: it goes to a container nested in it.
+	inside = 1 << 28
+)
 
 // QUICPort is the UDP port that HTTP/3 uses (RFC 9114, section 3.1.2 leaves others to Alt-Svc).
 const QUICPort = 443
 
 // Revision is raised whenever a Ruleset renders to other rules than before: the daemon then replaces the rules that an
 // earlier version installed.
-const Revision = 2
+const Revision = 3
 
 // Ruleset describes which connections of one pod netns are captured.
 type Ruleset struct {
@@ -70,10 +88,44 @@ type Ruleset struct {
 	// ExcludeSources are the sources from which connections to InboundPorts are not captured: the addresses
 	// of the node, as its kubelet probes the pod, and of the proxy, as it connects to the pod in the end.
 	ExcludeSources []netip.Prefix `json:"excludeSources,omitempty"`
-	// Direct lets out connections that sluiced has entered into conntrack with DirectMark.
-	Direct bool `json:"direct,omitempty"`
 	// RejectQUIC answers captured UDP 443 with port-unreachable, so that clients fall back to TCP at once.
 	RejectQUIC bool `json:"rejectQUIC"`
+	// Other says whether captured destinations may be sent packets that are neither TCP nor QUIC. Empty means OtherAllow.
+	Other string `json:"other,omitempty"`
+	// Resolvers are the pod's name servers: OtherDNS lets out UDP to their port 53.
+	Resolvers []netip.Addr `json:"resolvers,omitempty"`
+	// Ports are the ports that captured connections are redirected to; zero means DefaultPorts. They never change while
+	// the pod lives, since its listeners have them.
+	Ports Ports `json:"ports,omitzero"`
+	// KeepOlder lets connections go on that are older than the rules, for a pod that ran before it was captured. Only
+	// its SYNs are captured and stopped then.
+	KeepOlder bool `json:"keepOlder,omitempty"`
+}
+
+// Values of Other.
+const (
+	OtherAllow = "allow" // anything may be sent
+	OtherDNS   = "dns"   // only questions to the pod's resolvers; the rest is rejected
+	OtherDeny  = "deny"  // nothing; all of it is rejected
+)
+
+// Others are the values of Other, each stricter than the one before.
+var Others = []string{OtherAllow, OtherDNS, OtherDeny}
+
+// CapturePorts returns the ports that captured connections are redirected to.
+func (r Ruleset) CapturePorts() Ports {
+	return Ports{
+		Outbound: cmp.Or(r.Ports.Outbound, DefaultPorts.Outbound), Inbound: cmp.Or(r.Ports.Inbound, DefaultPorts.Inbound),
+	}
+}
+
+// Inherit returns r with the properties of previous that never change while the pod lives. previous is the ruleset that
+// is installed in the netns, or nil.
+func (r Ruleset) Inherit(previous *Installed) Ruleset {
+	if previous != nil {
+		r.Ports, r.KeepOlder = previous.Ruleset.Ports, previous.Ruleset.KeepOlder
+	}
+	return r
 }
 
 // LinkLocal returns the CIDRs that are excluded by default. If sluiced relayed a connection to the cloud's
@@ -106,6 +158,17 @@ func (r Ruleset) Validate() error {
 		if !c.IsValid() || c != c.Masked() || c.Addr().Is4In6() {
 			return fmt.Errorf("CIDR %s is not a canonical prefix", c)
 		}
+	}
+	if r.Other != "" && !slices.Contains(Others, r.Other) {
+		return fmt.Errorf("other: %q is not one of %s", r.Other, strings.Join(Others, ", "))
+	}
+	for _, a := range r.Resolvers {
+		if !a.IsValid() || a.Is4In6() || a.Zone() != "" {
+			return fmt.Errorf("resolver %s is not a canonical address", a)
+		}
+	}
+	if p := r.CapturePorts(); p.Outbound == p.Inbound {
+		return fmt.Errorf("ports: outbound and inbound are both %d", p.Outbound)
 	}
 	return nil
 }

@@ -148,7 +148,7 @@ func TestRulesetInJSON(t *testing.T) {
 		if err := json.Unmarshal(data, &got); err != nil {
 			t.Fatalf("%s: %v", tc.name, err)
 		}
-		if diff := cmp.Diff(want, got, cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{})); diff != "" {
+		if diff := cmp.Diff(want, got, cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{}, netip.Addr{})); diff != "" {
 			t.Errorf("%s: %s (-want +got):\n%s", tc.name, data, diff)
 		}
 	}

@@ -1,0 +1,293 @@
+package ruleset
+
+import (
+	"encoding/binary"
+	"slices"
+
+	"golang.org/x/sys/unix"
+)
+
+// The wall consists of a table for each family, in nftables whichever backend has the other rules.
+//
+// The tables of IPv4 and IPv6 see each packet that the netns' stack sends or forwards, after every other rule. A TCP
+// segment that goes out through a CNI interface passes if its destination is excluded or its connection was let out
+// before; the conntrack entry has the mark letOut then. That mark gets a connection from outside at its first packet,
+// one to an excluded destination, and one that sluiced lets go direct. It does not matter in which state conntrack
+// thinks the connection to be: without the mark the segment stays in the pod. Each packet that passes is marked.
+//
+// The table of the link (Linux 5.16) sees each frame on its way to a CNI interface, those of packet sockets too: they
+// do not pass the stack. A frame passes if it has that mark and a route; a packet socket can set a mark, but no route.
+// Other frames pass only if they plainly carry no TCP.
+//
+// The tables of IPv4 and IPv6 also find out which packets stay in the pod, for the backend's rules: those that go to a
+// bridge. nat must know it before the kernel routes the packet.
+
+// Sender names the likely sender of packets that the wall has stopped.
+type Sender string
+
+// The likely senders.
+const (
+	SenderPod    Sender = "pod"    // a socket in the pod's netns, of a connection that was not let out
+	SenderNested Sender = "nested" // a container nested in the pod
+	SenderPacket Sender = "packet" // a packet socket, or a network stack of its own, such as gVisor's
+)
+
+// chains of the wall that other tables do not have.
+const (
+	chainLeaving = "LEAVING"
+	chainDecide  = "DECIDE"
+	chainStop    = "STOP"
+	chainPlain   = "PLAIN"
+)
+
+// wall describes the tables of the wall. interfaces are the CNI interfaces that exist.
+func (r Ruleset) wall(extent Wall, interfaces []Interface) []table {
+	switch extent {
+	case WallFull:
+		return []table{r.wallOf(IPv4), r.wallOf(IPv6), r.egress(interfaces)}
+	case WallRouted:
+		return []table{r.wallOf(IPv4), r.wallOf(IPv6)}
+	default:
+		return nil
+	}
+}
+
+func (r Ruleset) wallOf(f Family) table {
+	return table{family: f, name: "wall", chains: []chain{
+		r.stop(),
+		r.captureWall(f),
+		r.outbound(f),
+		r.decide(),
+		leaving(),
+		r.leavingPod(),
+		r.arriving(),
+		r.sent(),
+	}}
+}
+
+// walled are the interfaces that the wall stands at.
+func (r Ruleset) walled() []string {
+	return slices.DeleteFunc(slices.Clone(r.Interfaces), func(name string) bool {
+		return slices.Contains(r.ExcludeInterfaces, name)
+	})
+}
+
+// leavingPod sees packets after all address translation.
+func (r Ruleset) leavingPod() chain {
+	c := chain{name: chainPostrouting, hook: chainPostrouting, why: "packets that the netns sends or forwards"}
+	for _, name := range r.walled() {
+		c.rules = append(c.rules, rule{match{out: name}, jump(chainLeaving), "through a CNI interface"})
+	}
+	return c
+}
+
+func leaving() chain {
+	return chain{name: chainLeaving, rules: []rule{
+		{match{}, target{verb: verbUnpass}, "a mark that the sender has set counts for nothing"},
+		{match{}, jump(chainDecide), "returns if the packet may leave"},
+		{match{}, target{verb: verbPass}, "it may"},
+	}}
+}
+
+// decide returns packets that may leave, the most frequent ones first.
+func (r Ruleset) decide() chain {
+	c := chain{name: chainDecide, rules: []rule{
+		{match{proto: "tcp", notSYN: true, letOut: true}, targetReturn, "its connection was let out"},
+		// Only with state NEW: the entry outlives the connection, and its port may get another user.
+		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetReturn, "sluiced has marked it to go direct"},
+	}}
+	if r.KeepOlder {
+		c.rules = append(c.rules, rule{
+			match{proto: "tcp", notSYN: true}, targetReturn, "its connection may be older than the capture",
+		})
+	}
+	c.rules = append(c.rules,
+		rule{match{}, jump(chainOutbound), "returns if the destination is excluded"},
+		rule{match{proto: "tcp"}, target{verb: verbLetOut}, "excluded: the connection goes on if the rules change"},
+	)
+	return c
+}
+
+func (r Ruleset) captureWall(f Family) chain {
+	others := r.others(f, jump(chainStop), "it was not rejected before", "it was not rejected before")
+	return r.capture(others, rule{match{}, jump(chainStop), "captured: it was not redirected, and would leave around the proxy"})
+}
+
+func (r Ruleset) stop() chain {
+	return chain{name: chainStop, rules: []rule{
+		{match{forwarded: true}, target{verb: verbStop, count: SenderNested}, "sent by a nested container"},
+		{match{}, target{verb: verbStop, count: SenderPod}, "sent by a socket in the pod's netns"},
+	}}
+}
+
+// arriving sees packets before their destination is translated and before they are routed.
+func (r Ruleset) arriving() chain {
+	c := chain{name: chainPrerouting, hook: chainPrerouting, why: "packets that arrive"}
+	for _, name := range r.walled() {
+		c.rules = append(c.rules,
+			rule{match{in: name, proto: "tcp", state: ctNew}, target{verb: verbLetOut}, "from outside: answers may leave"},
+			rule{match{in: name}, targetReturn, "from outside"},
+		)
+	}
+	c.rules = append(c.rules,
+		rule{match{in: "lo"}, targetReturn, "from the pod to itself"},
+		rule{match{fromBridge: true}, target{verb: verbKnowFrom}, "nested containers are behind bridges"},
+		rule{match{}, target{verb: verbOutside}, "a mark that the sender has set counts for nothing"},
+		rule{match{toKnown: true}, target{verb: verbInside}, "to a nested container"},
+	)
+	return c
+}
+
+// sent sees packets of the netns' own sockets, before their destination is translated.
+func (r Ruleset) sent() chain {
+	c := chain{name: chainOutput, hook: chainOutput, why: "packets that the pod itself sends"}
+	for _, port := range r.openPorts() {
+		// Not translated back, it would be answered with a reset. The next segment of the app makes a new entry.
+		for _, lost := range []ctState{ctOriginal, ctInvalid} {
+			c.rules = append(c.rules, rule{
+				match{proto: "tcp", sport: port, state: lost}, targetDrop,
+				"from the gate, of a connection whose conntrack entry was lost",
+			})
+		}
+	}
+	c.rules = append(c.rules,
+		rule{match{out: "lo"}, targetReturn, "from the pod to itself"},
+		rule{match{}, target{verb: verbOutside}, "a mark that the sender has set counts for nothing"},
+		rule{match{toBridge: true}, target{verb: verbKnowTo}, "nested containers are behind bridges"},
+		rule{match{toBridge: true}, target{verb: verbInside}, "to a nested container"},
+	)
+	return c
+}
+
+// egress describes the table of the link. The kernel refuses a hook at an interface that does not exist.
+func (r Ruleset) egress(interfaces []Interface) table {
+	t := table{family: link, name: "wall", chains: []chain{
+		r.plain(),
+		{name: chainEgress, rules: []rule{
+			{match{passed: true, routed: true}, targetAccept, "passed by the stack"},
+			{match{}, jump(chainPlain), "accepts frames that plainly carry no TCP"},
+			{match{routed: true}, target{verb: verbStop, count: SenderPod}, "the rules of the stack were not there to let it pass"},
+			{match{}, target{verb: verbStop, count: SenderPacket}, "sent by a packet socket, or by a stack of its own"},
+		}},
+	}}
+	for _, i := range interfaces {
+		if slices.Contains(r.walled(), i.Name) {
+			t.chains = append(t.chains, chain{
+				name: chainEgress, hook: chainEgress, via: match{out: i.Name}, why: "frames for a CNI interface",
+			})
+		}
+	}
+	return t
+}
+
+// Offsets in a frame, in bytes. A VLAN tag moves all but the first by 4.
+const (
+	offsetType = 12 // the EtherType
+	offsetIP   = 14 // the IP header
+
+	offsetIPv4Fragment = offsetIP + 6
+	offsetIPv4Protocol = offsetIP + 9
+	offsetIPv4Dst      = offsetIP + 16
+	offsetIPv4UDP      = offsetIP + 20 // without options
+	offsetIPv6Next     = offsetIP + 6
+	offsetIPv6UDP      = offsetIP + 40 // without extension headers
+	sizeVLANTag        = 4
+)
+
+// EtherTypes of frames that carry IP, or may carry it after a tag or label.
+const (
+	etherIPv4 = unix.ETH_P_IP
+	etherIPv6 = unix.ETH_P_IPV6
+	etherVLAN = unix.ETH_P_8021Q
+)
+
+var carriers = []uint16{
+	etherIPv4, etherIPv6, etherVLAN, unix.ETH_P_8021AD, unix.ETH_P_QINQ1, unix.ETH_P_QINQ2, unix.ETH_P_QINQ3,
+	unix.ETH_P_MPLS_UC, unix.ETH_P_MPLS_MC, unix.ETH_P_PPP_DISC, unix.ETH_P_PPP_SES,
+}
+
+// plain accepts frames that did not pass the rules of the stack but plainly carry no TCP. It looks at bytes of the
+// frame and not at the kernel's notion of its protocol, since a packet socket can set that to any value.
+func (r Ruleset) plain() chain {
+	c := chain{name: chainPlain}
+	var noIP []frameTest
+	for _, t := range carriers {
+		noIP = append(noIP, frameTest{offset: offsetType, not: true, value: be16(t)})
+	}
+	c.rules = append(c.rules, rule{match{frame: noIP}, targetAccept, "neither IP nor tagged: ARP, for example"})
+	// A tag with VLAN identifier 0 only has a priority: the frame belongs to no VLAN.
+	untagged := []frameTest{
+		{offset: offsetType, value: be16(etherVLAN)},
+		{offset: offsetType + 2, mask: []byte{0x0f, 0xff}, value: []byte{0, 0}},
+	}
+	for _, tag := range []struct {
+		size  uint32
+		tests []frameTest
+	}{{0, nil}, {sizeVLANTag, untagged}} {
+		if tag.size > 0 {
+			c.rules = append(c.rules, rule{
+				match{frame: append(slices.Clone(tag.tests), frameTest{
+					offset: offsetType + tag.size, value: be16(unix.ETH_P_ARP),
+				})},
+				targetAccept, "ARP with a priority",
+			})
+		}
+		for _, k := range r.plainIP() {
+			tests := slices.Clone(tag.tests)
+			for _, t := range k.tests {
+				t.offset += tag.size
+				tests = append(tests, t)
+			}
+			c.rules = append(c.rules, rule{match{frame: tests}, targetAccept, k.why})
+		}
+	}
+	return c
+}
+
+// plainIP lists the kinds of IP packets that a packet socket may send. An IPv6 extension header, an IPv4 option or a
+// fragment could hide TCP or UDP, so it may send none of these where it matters.
+func (r Ruleset) plainIP() (kinds []struct {
+	tests []frameTest
+	why   string
+}) {
+	add := func(why string, tests ...frameTest) {
+		kinds = append(kinds, struct {
+			tests []frameTest
+			why   string
+		}{tests, why})
+	}
+	at := func(offset uint32, value ...byte) frameTest { return frameTest{offset: offset, value: value} }
+	not := func(offset uint32, value ...byte) frameTest {
+		return frameTest{offset: offset, not: true, value: value}
+	}
+	ipv4, ipv6 := at(offsetType, be16(etherIPv4)...), at(offsetType, be16(etherIPv6)...)
+	noOptions := at(offsetIP, 0x45) // version 4, header of 20 bytes
+	noFragment := frameTest{offset: offsetIPv4Fragment, mask: []byte{0x3f, 0xff}, value: []byte{0, 0}}
+	udpIPv4, udpIPv6 := at(offsetIPv4Protocol, unix.IPPROTO_UDP), at(offsetIPv6Next, unix.IPPROTO_UDP)
+	add("DHCP: plugins of other networks renew leases with it", ipv4, noOptions, noFragment, udpIPv4,
+		at(offsetIPv4Dst, 255, 255, 255, 255), at(offsetIPv4UDP, 0, 68, 0, 67))
+	if r.Other != "" && r.Other != OtherAllow {
+		return kinds
+	}
+	add("IPv4, neither TCP nor UDP", ipv4,
+		not(offsetIPv4Protocol, unix.IPPROTO_TCP), not(offsetIPv4Protocol, unix.IPPROTO_UDP))
+	noTCP := []frameTest{ipv6}
+	for _, header := range []byte{
+		unix.IPPROTO_HOPOPTS, unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ROUTING, unix.IPPROTO_FRAGMENT,
+		unix.IPPROTO_AH, unix.IPPROTO_DSTOPTS, 135, 139, 140, // mobility, HIP, shim6
+	} {
+		noTCP = append(noTCP, not(offsetIPv6Next, header))
+	}
+	add("IPv6, neither TCP nor UDP nor an extension header", noTCP...)
+	if !r.RejectQUIC || !r.capturesPort(QUICPort) {
+		add("UDP", ipv4, udpIPv4)
+		add("UDP", ipv6, udpIPv6)
+		return kinds
+	}
+	add("UDP to another port than that of QUIC", ipv4, noOptions, noFragment, udpIPv4,
+		not(offsetIPv4UDP+2, be16(QUICPort)...))
+	add("UDP to another port than that of QUIC", ipv6, udpIPv6, not(offsetIPv6UDP+2, be16(QUICPort)...))
+	return kinds
+}
+
+func be16(v uint16) []byte { return binary.BigEndian.AppendUint16(nil, v) }
