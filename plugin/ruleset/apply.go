@@ -233,6 +233,9 @@ func findInterfaces(names []string) ([]Interface, error) {
 			return nil, fmt.Errorf("addresses of %s: %w", l.Name, err)
 		}
 		i := Interface{Name: l.Name}
+		if len(l.HardwareAddr) == sizeMAC {
+			i.MAC = l.HardwareAddr.String()
+		}
 		for _, a := range slices.Backward(addrs) { // the first of each family stays
 			p, ok := a.(*net.IPNet)
 			if !ok || !p.IP.IsGlobalUnicast() {

@@ -228,8 +228,8 @@ func TestCheckNamesAddresses(t *testing.T) {
 	h.IP("addr", "del", "192.0.2.2/24", "dev", "eth0")
 	h.IP("addr", "add", "192.0.2.3/24", "dev", "eth0")
 	checkDrift(t, h, in, []string{
-		"the rules are for eth0 with 192.0.2.2 with 2001:db8::2, which is not there any more",
-		"the rules are not for eth0 with 192.0.2.3 with 2001:db8::2",
+		"the rules are for eth0 02:00:00:00:00:02 with 192.0.2.2 with 2001:db8::2, which is not there any more",
+		"the rules are not for eth0 02:00:00:00:00:02 with 192.0.2.3 with 2001:db8::2",
 	})
 	checkNoDrift(t, h, apply(t, h, in.Ruleset, "auto", &in))
 }

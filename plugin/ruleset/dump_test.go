@@ -24,9 +24,6 @@ func dumpTable(w io.Writer, t table) {
 			fmt.Fprintf(w, "  chain %s: %s hook %d priority %d\n", baseName(t, c), h.kind, *h.hook, *h.priority)
 			dumpRule(w, nftRule(nt, t.family, c.hook, hookRule(t, c)))
 		}
-		if isHookOnly(c) {
-			continue
-		}
 		fmt.Fprintf(w, "  chain %s\n", chainPrefix+c.name)
 		for _, r := range c.rules {
 			dumpRule(w, nftRule(nt, t.family, chainPrefix+c.name, r))

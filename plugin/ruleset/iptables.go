@@ -13,8 +13,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-
-	"github.com/coreos/go-iptables/iptables"
 )
 
 // iptablesBackend is one flavour of the iptables tools, named by its command: iptables-nft, iptables-legacy,
@@ -81,74 +79,57 @@ func (b iptablesBackend) tool(f Family) string {
 // apply first assumes a netns without sluice's chains, since nearly every new pod has such a netns. The document that
 // creates the chains fails if one exists, and only then does apply spend the time to read the present state.
 func (b iptablesBackend) apply(ctx context.Context, f Family, tables []table) error {
-	empty := func(table) (tableState, error) { return tableState{}, nil }
-	first, err := document(f, tables, empty)
-	if err != nil {
-		return err
-	}
+	first := document(f, tables, nil)
 	firstErr := b.restore(ctx, f, first)
 	if firstErr == nil {
 		return nil
 	}
-	again, err := document(f, tables, func(t table) (tableState, error) { return b.readState(f, t) })
+	present, err := b.save(ctx, f)
 	if err != nil {
 		return errors.Join(firstErr, err)
 	}
+	again := document(f, tables, present)
 	if bytes.Equal(first, again) {
 		return firstErr
 	}
 	return b.restore(ctx, f, again)
 }
 
-// tableState is the present content of one table, as far as sluice's rules depend on it.
-type tableState struct {
-	chains map[string]bool     // every chain by its name; true if it is sluice's
-	hooks  map[string][]string // the rules of built-in chains that sluice jumps from, as `iptables -S` prints them
-}
+// saved is the rules of a netns as iptables-save prints them: for each table its chains, for each chain its rules.
+type saved map[string]map[string][]string
 
-func (b iptablesBackend) readState(f Family, t table) (tableState, error) {
-	state := tableState{map[string]bool{}, map[string][]string{}}
-	ipt, err := b.open(f)
+// save reads the present rules.
+func (b iptablesBackend) save(ctx context.Context, f Family) (saved, error) {
+	name := b.tool(f) + "-save"
+	out, err := exec.CommandContext(ctx, name).Output()
 	if err != nil {
-		return state, err
-	}
-	names, err := ipt.ListChains(t.name)
-	if err != nil {
-		return state, fmt.Errorf("listing %s table %s: %w", f, t.name, err)
-	}
-	for _, name := range names {
-		state.chains[name] = strings.HasPrefix(name, chainPrefix)
-	}
-	for _, c := range t.chains {
-		if c.hook == "" {
-			continue
+		var failed *exec.ExitError
+		if errors.As(err, &failed) {
+			err = fmt.Errorf("%w: %s", err, bytes.TrimSpace(failed.Stderr))
 		}
-		if state.hooks[c.hook], err = b.list(ipt, f, t.name, c.hook); err != nil {
-			return state, err
+		return nil, fmt.Errorf("%s: %w", name, err)
+	}
+	return parseSaved(string(out)), nil
+}
+
+// parseSaved reads lines such as `*nat`, `:OUTPUT ACCEPT [0:0]` and `-A OUTPUT -p tcp -j SLUICE_OUTPUT`.
+func parseSaved(text string) saved {
+	s := saved{}
+	var t map[string][]string
+	for line := range strings.Lines(text) {
+		line = strings.TrimSpace(line)
+		words := strings.Fields(line)
+		switch {
+		case strings.HasPrefix(line, "*"):
+			t = map[string][]string{}
+			s[line[1:]] = t
+		case strings.HasPrefix(line, ":") && t != nil:
+			t[words[0][1:]] = nil
+		case strings.HasPrefix(line, "-A ") && t != nil && len(words) > 1:
+			t[words[1]] = append(t[words[1]], line)
 		}
 	}
-	return state, nil
-}
-
-func (b iptablesBackend) open(f Family) (*iptables.IPTables, error) {
-	proto := iptables.ProtocolIPv4
-	if f == IPv6 {
-		proto = iptables.ProtocolIPv6
-	}
-	ipt, err := iptables.New(iptables.IPFamily(proto), iptables.Path(b.tool(f)), iptables.Timeout(lockWait))
-	if err != nil {
-		return nil, fmt.Errorf("finding %s: %w", b.tool(f), err)
-	}
-	return ipt, nil
-}
-
-// list returns the rules of one chain, without the line that declares it.
-func (b iptablesBackend) list(ipt *iptables.IPTables, f Family, table, chain string) ([]string, error) {
-	lines, err := ipt.List(table, chain)
-	if err != nil {
-		return nil, fmt.Errorf("listing %s table %s chain %s: %w", f, table, chain, err)
-	}
-	return slices.DeleteFunc(lines, func(l string) bool { return !strings.HasPrefix(l, "-A ") }), nil
+	return s
 }
 
 // restore passes a document to iptables-restore, which commits each table in one step.
@@ -177,17 +158,14 @@ func explain(doc, out []byte) string {
 	return text
 }
 
-// document renders tables for iptables-restore --noflush. state returns the present content of a table.
-func document(f Family, tables []table, state func(table) (tableState, error)) ([]byte, error) {
+// document renders tables for iptables-restore --noflush, for a netns that has the present rules.
+func document(f Family, tables []table, present saved) []byte {
 	var doc bytes.Buffer
 	for _, t := range tables {
-		have, err := state(t)
-		if err != nil {
-			return nil, err
-		}
+		have := present[t.name]
 		fmt.Fprintf(&doc, "*%s\n", t.name)
 		for _, c := range t.chains {
-			if have.chains[chainPrefix+c.name] {
+			if _, ok := have[chainPrefix+c.name]; ok {
 				fmt.Fprintf(&doc, ":%s%s - [0:0]\n", chainPrefix, c.name) // flushes the chain
 			} else {
 				fmt.Fprintf(&doc, "-N %s%s\n", chainPrefix, c.name)
@@ -203,7 +181,7 @@ func document(f Family, tables []table, state func(table) (tableState, error)) (
 				continue
 			}
 			jump := appendRule(f, c.hook, c.via, jump(c.name))
-			rules := have.hooks[c.hook]
+			rules := have[c.hook]
 			if len(rules) > 0 && rules[0] == jump {
 				continue
 			}
@@ -214,7 +192,7 @@ func document(f Family, tables []table, state func(table) (tableState, error)) (
 		}
 		doc.WriteString("COMMIT\n")
 	}
-	return doc.Bytes(), nil
+	return doc.Bytes()
 }
 
 // appendRule writes a rule exactly as `iptables -S` prints it, so that check can compare text.
@@ -297,35 +275,28 @@ func prefix(p netip.Prefix) string {
 	return p.String()
 }
 
-func (b iptablesBackend) check(_ context.Context, f Family, tables []table) ([]string, error) {
-	ipt, err := b.open(f)
+func (b iptablesBackend) check(ctx context.Context, f Family, tables []table) ([]string, error) {
+	present, err := b.save(ctx, f)
 	if err != nil {
 		return nil, err
 	}
 	var drift []string
 	for _, t := range tables {
-		state, err := b.readState(f, t)
-		if err != nil {
-			return nil, err
-		}
 		for _, c := range t.chains {
 			where := fmt.Sprintf("%s %s %s%s", f, t.name, chainPrefix, c.name)
 			if c.hook != "" {
 				jump := appendRule(f, c.hook, c.via, jump(c.name))
-				switch rules := state.hooks[c.hook]; {
+				switch rules := present[t.name][c.hook]; {
 				case !slices.Contains(rules, jump):
 					drift = append(drift, fmt.Sprintf("%s %s: missing: %s", f, t.name, jump))
 				case rules[0] != jump:
 					drift = append(drift, fmt.Sprintf("%s %s: before ours: %s", f, t.name, rules[0]))
 				}
 			}
-			if !state.chains[chainPrefix+c.name] {
+			got, ok := present[t.name][chainPrefix+c.name]
+			if !ok {
 				drift = append(drift, where+": chain missing")
 				continue
-			}
-			got, err := b.list(ipt, f, t.name, chainPrefix+c.name)
-			if err != nil {
-				return nil, err
 			}
 			want := make([]string, len(c.rules))
 			for i, r := range c.rules {
@@ -337,52 +308,43 @@ func (b iptablesBackend) check(_ context.Context, f Family, tables []table) ([]s
 	return drift, nil
 }
 
-// remove first assumes that every chain and jump of sluice is present, and reads the present state only if that fails.
+// remove first assumes that every chain and jump of sluice is present, and reads the present rules only if that fails.
 func (b iptablesBackend) remove(ctx context.Context, f Family, tables []table) error {
-	complete := func(t table) (tableState, error) {
-		s := tableState{map[string]bool{}, map[string][]string{}}
+	complete := saved{}
+	for _, t := range tables {
+		complete[t.name] = map[string][]string{}
 		for _, c := range t.chains {
-			s.chains[chainPrefix+c.name] = true
+			complete[t.name][chainPrefix+c.name] = nil
 			if c.hook != "" {
-				s.hooks[c.hook] = []string{appendRule(f, c.hook, c.via, jump(c.name))}
+				complete[t.name][c.hook] = []string{appendRule(f, c.hook, c.via, jump(c.name))}
 			}
 		}
-		return s, nil
 	}
-	doc, err := removal(tables, complete)
-	if err != nil {
-		return err
-	}
-	if b.restore(ctx, f, doc) == nil {
+	if b.restore(ctx, f, removal(tables, complete)) == nil {
 		return nil
 	}
-	doc, err = removal(tables, func(t table) (tableState, error) { return b.readState(f, t) })
+	present, err := b.save(ctx, f)
 	if err != nil {
 		return err
 	}
-	return b.restore(ctx, f, doc)
+	return b.restore(ctx, f, removal(tables, present))
 }
 
 // removal renders the document that deletes every chain of sluice and every jump to one, with any rules in them.
-func removal(tables []table, state func(table) (tableState, error)) ([]byte, error) {
+func removal(tables []table, present saved) []byte {
 	var doc bytes.Buffer
 	for _, t := range slices.Backward(tables) {
-		have, err := state(t)
-		if err != nil {
-			return nil, err
-		}
 		fmt.Fprintf(&doc, "*%s\n", t.name)
-		for _, rules := range have.hooks {
+		var ours []string
+		for name, rules := range present[t.name] {
+			if strings.HasPrefix(name, chainPrefix) {
+				ours = append(ours, name)
+				continue
+			}
 			for _, r := range rules {
 				if strings.Contains(r, "-j "+chainPrefix) {
 					fmt.Fprintf(&doc, "-D%s\n", strings.TrimPrefix(r, "-A"))
 				}
-			}
-		}
-		var ours []string
-		for name, isOurs := range have.chains {
-			if isOurs {
-				ours = append(ours, name)
 			}
 		}
 		slices.Sort(ours)
@@ -393,7 +355,7 @@ func removal(tables []table, state func(table) (tableState, error)) ([]byte, err
 		}
 		doc.WriteString("COMMIT\n")
 	}
-	return doc.Bytes(), nil
+	return doc.Bytes()
 }
 
 // diff names every rule that is missing, changed or foreign, in chain order.

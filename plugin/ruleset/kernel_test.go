@@ -66,7 +66,7 @@ func forBackends(t *testing.T, f func(t *testing.T, h *testbed.Host, backend str
 func newPod(t *testing.T) *testbed.Host {
 	t.Helper()
 	h := testbed.NewHost(t, "ruleset")
-	h.IP("link", "add", "eth0", "type", "veth", "peer", "name", "peer")
+	h.IP("link", "add", "eth0", "address", eth0().MAC, "type", "veth", "peer", "name", "peer")
 	h.IP("addr", "add", "192.0.2.2/24", "dev", "eth0")
 	h.IP("addr", "add", "2001:db8::2/64", "dev", "eth0", "nodad")
 	h.IP("link", "set", "eth0", "up")
@@ -76,7 +76,7 @@ func newPod(t *testing.T) *testbed.Host {
 // eth0 is the interface of newPod.
 func eth0() ruleset.Interface {
 	return ruleset.Interface{
-		Name: "eth0", IPv4: netip.MustParseAddr("192.0.2.2"), IPv6: netip.MustParseAddr("2001:db8::2"),
+		Name: "eth0", MAC: "02:00:00:00:00:02", IPv4: netip.MustParseAddr("192.0.2.2"), IPv6: netip.MustParseAddr("2001:db8::2"),
 	}
 }
 

@@ -138,9 +138,7 @@ func addTable(conn *nftables.Conn, t table) error {
 		}
 	}
 	for _, c := range t.chains {
-		if !isHookOnly(c) {
-			conn.AddChain(&nftables.Chain{Table: nt, Name: chainPrefix + c.name})
-		}
+		conn.AddChain(&nftables.Chain{Table: nt, Name: chainPrefix + c.name})
 	}
 	for _, c := range t.chains {
 		for _, r := range c.rules {
@@ -158,10 +156,6 @@ func addTable(conn *nftables.Conn, t table) error {
 	return nil
 }
 
-// isHookOnly reports whether c only leads from a hook to a chain that another c describes: in the link's table each
-// interface has a hook of its own.
-func isHookOnly(c chain) bool { return c.hook != "" && len(c.rules) == 0 }
-
 // device is the interface of c's hook.
 func device(t table, c chain) string {
 	if t.family == link {
@@ -170,9 +164,10 @@ func device(t table, c chain) string {
 	return ""
 }
 
+// baseName is the name of the base chain that jumps to c. In the link's table each interface has one.
 func baseName(t table, c chain) string {
-	if d := device(t, c); d != "" {
-		return c.hook + "_" + d
+	if t.family == link {
+		return c.name
 	}
 	return c.hook
 }
@@ -199,17 +194,15 @@ func checkTables(conn *nftables.Conn, tables []table) ([]string, error) {
 	var drift []string
 	for _, t := range tables {
 		for _, c := range t.chains {
-			if !isHookOnly(c) {
-				d, err := checkChain(conn, t, chainPrefix+c.name, c.rules)
-				if err != nil {
-					return nil, err
-				}
-				drift = append(drift, d...)
+			d, err := checkChain(conn, t, chainPrefix+c.name, c.rules)
+			if err != nil {
+				return nil, err
 			}
+			drift = append(drift, d...)
 			if c.hook == "" {
 				continue
 			}
-			d, err := checkChain(conn, t, baseName(t, c), []rule{hookRule(t, c)})
+			d, err = checkChain(conn, t, baseName(t, c), []rule{hookRule(t, c)})
 			if err != nil {
 				return nil, err
 			}

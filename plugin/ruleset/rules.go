@@ -3,6 +3,7 @@ package ruleset
 import (
 	"net/netip"
 	"slices"
+	"strings"
 )
 
 // Family is an address family; each has its own tables in the kernel.
@@ -174,13 +175,14 @@ type facts struct {
 // Interface is a CNI interface with one global address of each family, or the zero value.
 type Interface struct {
 	Name string     `json:"name"`
+	MAC  string     `json:"mac,omitempty"` // as net.HardwareAddr writes it; empty unless it is an Ethernet address
 	IPv4 netip.Addr `json:"ipv4,omitzero"`
 	IPv6 netip.Addr `json:"ipv6,omitzero"`
 }
 
 // String returns the name and the addresses.
 func (i Interface) String() string {
-	text := i.Name
+	text := strings.TrimSpace(i.Name + " " + i.MAC)
 	for _, a := range []netip.Addr{i.IPv4, i.IPv6} {
 		if a.IsValid() {
 			text += " with " + a.String()

@@ -2,6 +2,7 @@ package ruleset
 
 import (
 	"encoding/binary"
+	"net"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -16,7 +17,8 @@ import (
 // thinks the connection to be: without the mark the segment stays in the pod. Each packet that passes is marked.
 //
 // The table of the link (Linux 5.16) sees each frame on its way to a CNI interface, those of packet sockets too: they
-// do not pass the stack. A frame passes if it has that mark and a route; a packet socket can set a mark, but no route.
+// do not pass the stack. A frame passes if it has that mark, a route and the interface's own source address. A packet
+// socket can set a mark, but no route; a macvlan interface in a nested container can do both, but has another address.
 // Other frames pass only if they plainly carry no TCP.
 //
 // The tables of IPv4 and IPv6 also find out which packets stay in the pod, for the backend's rules: those that go to a
@@ -164,21 +166,32 @@ func (r Ruleset) egress(interfaces []Interface) table {
 	t := table{family: link, name: "wall", chains: []chain{
 		r.plain(),
 		{name: chainEgress, rules: []rule{
-			{match{passed: true, routed: true}, targetAccept, "passed by the stack"},
 			{match{}, jump(chainPlain), "accepts frames that plainly carry no TCP"},
-			{match{routed: true}, target{verb: verbStop, count: SenderPod}, "the rules of the stack were not there to let it pass"},
+			{match{routed: true}, target{verb: verbStop, count: SenderPod}, "the rules of the stack have not let it pass"},
 			{match{}, target{verb: verbStop, count: SenderPacket}, "sent by a packet socket, or by a stack of its own"},
 		}},
 	}}
 	for _, i := range interfaces {
-		if slices.Contains(r.walled(), i.Name) {
-			t.chains = append(t.chains, chain{
-				name: chainEgress, hook: chainEgress, via: match{out: i.Name}, why: "frames for a CNI interface",
-			})
+		if !slices.Contains(r.walled(), i.Name) {
+			continue
 		}
+		passes := match{passed: true, routed: true}
+		if mac, err := net.ParseMAC(i.MAC); err == nil {
+			passes.frame = []frameTest{{offset: sizeMAC, value: mac}}
+		}
+		t.chains = append(t.chains, chain{
+			name: chainEgress + "_" + i.Name, hook: chainEgress, via: match{out: i.Name}, why: "frames for a CNI interface",
+			rules: []rule{
+				{passes, targetAccept, "the rules of the stack have let it pass"},
+				{match{}, jump(chainEgress), "another frame"},
+			},
+		})
 	}
 	return t
 }
+
+// sizeMAC is the length of an Ethernet address, and so the offset of the source address in a frame.
+const sizeMAC = 6
 
 // Offsets in a frame, in bytes. A VLAN tag moves all but the first by 4.
 const (
