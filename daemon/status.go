@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"slices"
 	"text/tabwriter"
 	"time"
 
@@ -27,6 +29,10 @@ one line for each attachment, that is for each network interface of a pod that t
   WAITING  connections that wait for the proxy
   OPEN     connections that the proxy carries
   BYTES    bytes relayed in both directions
+
+Below the table are the packets that the wall has stopped: they would have left the pod around the proxy. The likely
+sender is "pod" (a raw socket, or a connection that the kernel has forgotten), "nested" (a container in the pod) or
+"packet" (a packet socket, or a network stack of its own such as gVisor's).
 
 It fails if the daemon does not answer.`,
 		Example: `  # Show the table.
@@ -117,6 +123,9 @@ func printStatus(w io.Writer, s attach.Status) error {
 		return err
 	}
 	for _, a := range s.Attachments {
+		for _, sender := range slices.Sorted(maps.Keys(a.Stopped)) {
+			fmt.Fprintf(w, "\n%s: the wall has stopped %d packets of the sender %q\n", a.Pod, a.Stopped[sender], sender)
+		}
 		for _, note := range a.Notes {
 			fmt.Fprintf(w, "\n%s: %s\n", a.Pod, note)
 		}

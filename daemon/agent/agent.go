@@ -7,11 +7,13 @@ package agent
 import (
 	"context"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/handover"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
+	"github.com/sluice-cni/sluice/daemon/watch"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -40,6 +42,9 @@ type Agent struct {
 	records      *recordWatch
 	returning    time.Duration
 	tenure       *handover.Tenure
+	watch        *watch.Watcher
+	verifier     verifier // of Run's goroutine
+	restored     atomic.Uint64
 	log          *slog.Logger
 
 	// Set by Start, before other goroutines use the agent.
@@ -66,6 +71,7 @@ func New(c Config) *Agent {
 		orchestrator: c.Orchestrator, events: events, settler: settler{c.Orchestrator, events, c.Store, c.Log},
 		upstream: c.Upstream, table: c.Table, store: c.Store, records: &recordWatch{store: c.Store},
 		returning: c.ProxyReturn, tenure: handover.NewTenure(), log: c.Log,
+		watch: watch.New(c.Log), verifier: verifier{restored: map[attach.NetnsID][]time.Time{}},
 	}
 }
 
@@ -76,6 +82,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	reconcile, reconsider := time.NewTicker(reconcileInterval), time.NewTicker(reconsiderInterval)
 	defer reconcile.Stop()
 	defer reconsider.Stop()
+	defer a.watch.Close()
 	a.Reconsider(ctx)
 	for ctx.Err() == nil && !a.tenure.IsSucceeded() {
 		a.Reconcile(ctx)
@@ -85,6 +92,9 @@ func (a *Agent) Run(ctx context.Context) error {
 				a.tick(now)
 				return nil
 			})
+			a.verifyChanged(ctx, now)
+		case <-a.watch.Changed():
+			a.verifyChanged(ctx, time.Now())
 		case <-reconsider.C:
 			a.Reconsider(ctx)
 		case <-a.orchestrator.Changed():
@@ -94,6 +104,7 @@ func (a *Agent) Run(ctx context.Context) error {
 		}
 	}
 	if a.tenure.IsSucceeded() {
+		a.watch.Close() // the successor watches
 		a.drain()
 	}
 	a.tenure.End() // no ADD opens a gate after Release

@@ -88,6 +88,7 @@ func (a *Agent) forget(id attach.ID) (attach.Record, bool) {
 	r, ok := a.table.Remove(id)
 	if ok {
 		a.events.forget(r.Pod)
+		a.watched() // at once, since watching pins the netns
 	}
 	return r, ok
 }

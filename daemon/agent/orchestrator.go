@@ -29,6 +29,9 @@ const (
 	reasonReleased    = "SluiceReleased"
 	reasonNotCaptured = "SluiceNotCaptured"
 	reasonRefused     = "SluiceRefused"
+	reasonStopped     = "SluiceStopped"
+	reasonRestored    = "SluiceRulesRestored"
+	reasonUndone      = "SluiceRulesUndone"
 )
 
 // events reports to the orchestrator, and leaves out repetitions.

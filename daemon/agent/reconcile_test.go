@@ -20,6 +20,7 @@ import (
 func installed() *ruleset.Installed {
 	return &ruleset.Installed{
 		Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision,
+		Wall: ruleset.WallFull,
 	}
 }
 

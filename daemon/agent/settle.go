@@ -179,3 +179,6 @@ func (s *settler) wasDeleted(r attach.Record) bool {
 	_, err := s.store.Read(r.ID)
 	return errors.Is(err, os.ErrNotExist)
 }
+
+// isEnding reports whether a DEL has begun to remove the attachment, or has removed it.
+func (s *settler) isEnding(r attach.Record) bool { return s.wasDeleted(r) }

@@ -53,14 +53,14 @@ func (a *API) handler() http.Handler {
 	mux.HandleFunc("POST "+attach.PathAttachments, a.attach)
 	mux.HandleFunc("DELETE "+attach.PathAttachments+"/{containerID}/{ifName}", a.detach)
 	mux.HandleFunc("GET "+attach.PathAttachments, func(w http.ResponseWriter, _ *http.Request) {
-		answer(w, a.Table.Status(), nil)
+		answer(w, a.attachments(), nil)
 	})
 	mux.HandleFunc("GET "+attach.PathSummary, func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, a.Summary(), nil)
 	})
 	mux.HandleFunc("GET "+attach.PathStatus, func(w http.ResponseWriter, _ *http.Request) {
 		s := a.Summary()
-		s.Attachments = a.Table.Status()
+		s.Attachments = a.attachments()
 		answer(w, s, nil)
 	})
 	mux.HandleFunc("POST "+handover.Path, a.handOver)
@@ -87,6 +87,12 @@ func (a *API) detach(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	answer(w, struct{}{}, a.Agent.Detach(id))
+}
+
+// attachments describes every attachment as it is now.
+func (a *API) attachments() []attach.AttachmentStatus {
+	a.Agent.Count()
+	return a.Table.Status()
 }
 
 // Summary is the status without the attachments, which take time to describe.

@@ -338,7 +338,9 @@ func TestMetricsCountAttachmentsAndProxies(t *testing.T) {
 	}
 	want := map[string]float64{
 		"sluice_upstream_ready": 1, "sluice_attachments state=captured": 1,
-		"sluice_expired_connections_total": 0, "sluice_direct_connections_total": 0,
+		"sluice_expired_connections_total": 0, "sluice_direct_connections_total": 0, "sluice_rules_restored_total": 0,
+		"sluice_stopped_packets_total sender=nested": 0, "sluice_stopped_packets_total sender=packet": 0,
+		"sluice_stopped_packets_total sender=pod": 0,
 		"sluice_waiting_connections": 0, "sluice_open_connections": 0,
 		"sluice_pod_waiting_connections pod=ci/web-0": 0,
 		"sluice_proxies state=answers":                2, "sluice_proxies state=hangs": 1,
@@ -410,6 +412,7 @@ func TestStartWaitsForABusyDaemon(t *testing.T) {
 	}
 	in := ruleset.Installed{
 		Ruleset: ruleset.Provisional("eth0"), Backend: "nftables", SYNGate: true, Revision: ruleset.Revision,
+		Wall: ruleset.WallFull,
 	}
 	r := attach.Record{Attachment: attachment(one), NetnsID: id, State: attach.Captured, Installed: &in}
 	if err := old.store.Write(r); err != nil {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // Metrics is the status for Prometheus, read at each scrape.
@@ -38,6 +39,11 @@ var (
 	directConnections = describe("sluice_direct_connections_total",
 		"Captured connections that went to their destinations without the upstream, because they had waited too "+
 			"long for it.")
+	stoppedPackets = describe("sluice_stopped_packets_total",
+		"Packets that would have left a captured pod around the upstream and were stopped, by their likely sender.",
+		"sender")
+	restoredRules = describe("sluice_rules_restored_total",
+		"How many times the rules of a pod were not as installed and were restored.")
 	podWaitingConnections = describe("sluice_pod_waiting_connections",
 		"Captured connections of one pod that wait for the upstream.", "pod")
 	proxies = describe("sluice_proxies",
@@ -50,7 +56,7 @@ var (
 func (Metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		upstreamReady, attachments, waitingConnections, openConnections, expiredConnections, directConnections,
-		podWaitingConnections, proxies, proxyPods,
+		stoppedPackets, restoredRules, podWaitingConnections, proxies, proxyPods,
 	} {
 		ch <- d
 	}
@@ -81,6 +87,12 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 	send(openConnections, prometheus.GaugeValue, float64(sums.open))
 	send(expiredConnections, prometheus.CounterValue, float64(m.API.Table.Expired()))
 	send(directConnections, prometheus.CounterValue, float64(m.API.Table.Direct()))
+	m.API.Agent.Count()
+	stopped := m.API.Agent.Stopped()
+	for _, sender := range ruleset.Senders {
+		send(stoppedPackets, prometheus.CounterValue, float64(stopped[sender]), string(sender))
+	}
+	send(restoredRules, prometheus.CounterValue, float64(m.API.Agent.Restored()))
 }
 
 // sums are the gauges' values.

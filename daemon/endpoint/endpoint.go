@@ -60,6 +60,7 @@ type Endpoint struct {
 	attachments map[attach.ID]attach.Record
 	trouble     string      // why the endpoint is not as its records say
 	policy      attach.Late // for connections that wait for the upstream
+	stopped     map[ruleset.Sender]uint64
 }
 
 // Records returns the records of the attachments.
@@ -140,6 +141,13 @@ func (e *Endpoint) SetPolicy(p attach.Late) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.policy = p
+}
+
+// SetStopped records how many packets the wall has stopped, by their likely sender.
+func (e *Endpoint) SetStopped(counts map[ruleset.Sender]uint64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.stopped = counts
 }
 
 // SetTrouble records why the endpoint is not as its records say; nil for no reason. It reports whether that is news.

@@ -10,6 +10,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/late"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // Snapshot is one attachment as it is at a moment, with the means to count its connections without a lock.
@@ -17,6 +18,7 @@ type Snapshot struct {
 	record   attach.Record
 	policy   attach.Late
 	trouble  string
+	stopped  map[ruleset.Sender]uint64
 	gate     *gate.Gate
 	acceptor Acceptor
 	accepted *late.Accepted
@@ -35,7 +37,9 @@ func (t *Table) Snapshots() []Snapshot {
 
 func (e *Endpoint) snapshot(r attach.Record) Snapshot {
 	e.mu.Lock()
-	snapshot := Snapshot{record: r, policy: e.policy, trouble: e.trouble, accepted: &e.service.accepted}
+	snapshot := Snapshot{
+		record: r, policy: e.policy, trouble: e.trouble, stopped: e.stopped, accepted: &e.service.accepted,
+	}
 	e.mu.Unlock()
 	e.service.mu.Lock()
 	defer e.service.mu.Unlock()
@@ -62,10 +66,15 @@ func (s Snapshot) Status() attach.AttachmentStatus {
 	r := s.record
 	a := attach.AttachmentStatus{Pod: r.Pod.String(), Attachment: r.ID.String(), State: r.State, Netns: r.Netns}
 	if r.Installed != nil {
-		a.Backend = r.Installed.Backend
-		if !r.Installed.SYNGate {
-			a.Notes = append(a.Notes, "no SYN gate, because this kernel lacks the socket match: "+
-				"connections are refused while sluiced is down")
+		a.Backend, a.Wall = r.Installed.Backend, string(r.Installed.Wall)
+		a.Notes = append(a.Notes, shortcomings(*r.Installed)...)
+	}
+	for sender, n := range s.stopped {
+		if n > 0 {
+			if a.Stopped == nil {
+				a.Stopped = map[string]uint64{}
+			}
+			a.Stopped[string(sender)] = n
 		}
 	}
 	if r.State == attach.Captured && s.policy.Policy == attach.Direct && s.policy.Timeout > 0 {
@@ -80,6 +89,27 @@ func (s Snapshot) Status() attach.AttachmentStatus {
 		a.Notes = append(a.Notes, err.Error())
 	}
 	return a
+}
+
+// shortcomings says how the rules fall short of those on a recent kernel.
+func shortcomings(in ruleset.Installed) (notes []string) {
+	if !in.SYNGate {
+		notes = append(notes, "no SYN gate, because this kernel lacks the socket match: "+
+			"connections are refused while sluiced is down")
+	}
+	switch {
+	case in.Wall == ruleset.WallNone:
+		notes = append(notes, "no wall, because this kernel lacks nftables: segments of connections that the kernel has "+
+			"forgotten, and packet sockets, go around the upstream")
+	case in.Wall == ruleset.WallRouted:
+		notes = append(notes, "the wall does not see packet sockets, because this kernel has no nftables hook for frames "+
+			"(Linux 5.16): they go around the upstream")
+	}
+	if in.Ruleset.KeepOlder {
+		notes = append(notes, "captured while it ran: connections that are older than the capture go on around the "+
+			"upstream, and of TCP only SYNs are stopped")
+	}
+	return notes
 }
 
 // waiting counts the connections that wait to be accepted, and those that wait for the upstream's answer.

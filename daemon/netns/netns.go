@@ -9,6 +9,7 @@ import (
 	"os"
 
 	"github.com/containernetworking/plugins/pkg/ns"
+	"github.com/vishvananda/netlink"
 )
 
 // Address is an address of an interface.
@@ -44,6 +45,27 @@ func Addresses(path string) ([]Address, error) {
 	})
 	if err != nil {
 		return nil, fmt.Errorf("listing addresses in netns %s: %w", path, err)
+	}
+	return found, nil
+}
+
+// Bridges lists the interface indices of the bridges in the netns at path.
+func Bridges(path string) ([]int, error) {
+	var found []int
+	err := ns.WithNetNSPath(path, func(ns.NetNS) error {
+		links, err := netlink.LinkList()
+		if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) { // then more events come
+			return err
+		}
+		for _, l := range links {
+			if l.Type() == "bridge" {
+				found = append(found, l.Attrs().Index)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing bridges in netns %s: %w", path, err)
 	}
 	return found, nil
 }

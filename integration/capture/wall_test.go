@@ -15,9 +15,10 @@ import (
 
 // walled is a captured pod with a tap at its link.
 type walled struct {
-	node *testbed.Node
-	pod  *testbed.Pod
-	tap  *testbed.Tap
+	node   *testbed.Node
+	daemon *testbed.Daemon
+	pod    *testbed.Pod
+	tap    *testbed.Tap
 }
 
 // forWalls runs f with a walled pod, for each flavour.
@@ -35,8 +36,8 @@ func forWalls(t *testing.T, protocol string, f func(*testing.T, *walled)) {
 			} else {
 				testbed.StartConnectProxy(n)
 			}
-			n.StartDaemon()
-			w := &walled{node: n, pod: flavour.AddPod(t, n, "walled", nil)}
+			w := &walled{node: n, daemon: n.StartDaemon()}
+			w.pod = flavour.AddPod(t, n, "walled", nil)
 			w.tap = w.pod.Tap()
 			f(t, w)
 		})

@@ -64,6 +64,10 @@ type AttachmentStatus struct {
 	Netns string `json:"netns"`
 	// Backend is Installed.Backend; empty if there is no ruleset.
 	Backend string `json:"backend,omitempty"`
+	// Wall is Installed.Wall: the packets that the wall sees.
+	Wall string `json:"wall,omitempty"`
+	// Stopped is how many packets the wall has stopped, by their likely sender: pod, nested or packet.
+	Stopped map[string]uint64 `json:"stopped,omitempty"`
 	// Notes name shortcomings, such as no SYN gate or a listener that cannot be opened.
 	Notes []string `json:"notes,omitempty"`
 }

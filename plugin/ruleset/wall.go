@@ -34,6 +34,9 @@ const (
 	SenderPacket Sender = "packet" // a packet socket, or a network stack of its own, such as gVisor's
 )
 
+// Senders are all likely senders.
+var Senders = []Sender{SenderPod, SenderNested, SenderPacket}
+
 // chains of the wall that other tables do not have.
 const (
 	chainLeaving = "LEAVING"

@@ -1,0 +1,194 @@
+package agent
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/endpoint"
+	"github.com/sluice-cni/sluice/daemon/netns"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+const (
+	// roundInterval is the time between looks at one netns after the other. They find changes that the kernel does not
+	// report, which are those of the legacy iptables tools.
+	roundInterval = 2 * time.Second
+	// countInterval is the time between looks at the counters of all walls.
+	countInterval = 5 * time.Second
+	// undoneOften is how many times rules are restored within undoneWithin before the pod is said to undo them.
+	undoneOften, undoneWithin = 3, 10 * time.Minute
+)
+
+// verifier keeps the rules of captured pods as they were installed.
+type verifier struct {
+	restored map[attach.NetnsID][]time.Time // when rules were restored, as far as undoneWithin ago
+	round    time.Time                      // of the last look at one netns
+	counted  time.Time                      // of the last look at the counters
+}
+
+// watched syncs the watched netns with the captured ones.
+func (a *Agent) watched() {
+	paths := map[attach.NetnsID]string{}
+	for _, e := range a.table.All() {
+		for _, r := range e.Records() {
+			if r.Installed != nil {
+				paths[e.ID] = r.Netns
+			}
+		}
+	}
+	a.watch.Sync(paths)
+}
+
+// verifyChanged verifies the netns that have changed, and from time to time another one.
+func (a *Agent) verifyChanged(ctx context.Context, now time.Time) {
+	a.watched()
+	maps.DeleteFunc(a.verifier.restored, func(id attach.NetnsID, _ []time.Time) bool { return a.table.Get(id) == nil })
+	all := a.watch.Take(now)
+	if now.Sub(a.verifier.round).Abs() >= roundInterval {
+		a.verifier.round = now
+		if id, ok := a.watch.Round(); ok && a.isLegacy(id) && !slices.Contains(all, id) {
+			all = append(all, id)
+		}
+	}
+	for _, id := range all {
+		_ = a.tenure.Do(func() error { // short, because a hand-over waits for it
+			a.verify(ctx, id, now)
+			return nil
+		})
+	}
+	if now.Sub(a.verifier.counted).Abs() >= countInterval {
+		a.verifier.counted = now
+		a.Count()
+	}
+}
+
+// isLegacy reports whether the kernel does not report changes of the rules in a netns.
+func (a *Agent) isLegacy(id attach.NetnsID) bool {
+	e := a.table.Get(id)
+	if e == nil {
+		return false
+	}
+	in := e.Installed()
+	return in != nil && (in.Backend == "iptables-legacy" || in.Backend == "iptables")
+}
+
+// verify restores the rules of a netns if they differ from those that were installed.
+func (a *Agent) verify(ctx context.Context, id attach.NetnsID, now time.Time) {
+	if a.table.Get(id) == nil {
+		return
+	}
+	e := a.table.Enter(id)
+	defer e.Leave()
+	records := slices.DeleteFunc(e.Records(), func(r attach.Record) bool { return r.Installed == nil })
+	if len(records) == 0 {
+		return
+	}
+	r := records[0]
+	drift, err := r.Installed.Check(ctx, r.Netns)
+	if err == nil {
+		err = a.knowBridges(r)
+	}
+	if err == nil && len(drift) > 0 && !a.settler.isEnding(r) {
+		err = a.restore(ctx, e, records, drift, now)
+	}
+	if err != nil {
+		a.recordTrouble(r, fmt.Errorf("its rules cannot be verified: %w", err))
+	}
+}
+
+// restore installs the rules of a netns again, and says so.
+func (a *Agent) restore(
+	ctx context.Context, e *endpoint.Endpoint, records []attach.Record, drift []string, now time.Time,
+) error {
+	first := records[0]
+	in, err := ruleset.Apply(ctx, first.Netns, first.Installed.Ruleset, first.Installed.Backend, first.Installed)
+	if err != nil {
+		return fmt.Errorf("restoring rules that were changed (%s): %w", drift[0], err)
+	}
+	a.restored.Add(1)
+	times := append(a.verifier.restored[e.ID], now)
+	times = slices.DeleteFunc(times, func(t time.Time) bool { return now.Sub(t) > undoneWithin })
+	a.verifier.restored[e.ID] = times
+	text := fmt.Sprintf("the pod's rules were not as installed and were restored: %s", summary(drift))
+	reason := reasonRestored
+	if len(times) >= undoneOften {
+		reason = reasonUndone
+		text = fmt.Sprintf("the pod undoes sluice's rules again and again: they were restored %d times within %s, "+
+			"and while they are missing its connections fail; the last change: %s",
+			len(times), undoneWithin, summary(drift))
+	}
+	a.log.Warn("rules were restored", "attachment", first.String(), "drift", strings.Join(drift, "; "))
+	for _, r := range records {
+		if len(times) <= undoneOften { // then it has been said
+			a.orchestrator.Report(r.Pod, true, reason, text)
+		}
+		if a.settler.isEnding(r) {
+			continue
+		}
+		r.Installed = &in
+		e.Add(r)
+		if err := a.store.Write(r); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// summary is the begin of a list of differences.
+func summary(drift []string) string {
+	const enough = 3
+	if len(drift) <= enough {
+		return strings.Join(drift, "; ")
+	}
+	return fmt.Sprintf("%s; and %d more", strings.Join(drift[:enough], "; "), len(drift)-enough)
+}
+
+func (a *Agent) knowBridges(r attach.Record) error {
+	bridges, err := netns.Bridges(r.Netns)
+	if err != nil || len(bridges) == 0 {
+		return err
+	}
+	return r.Installed.KnowBridges(r.Netns, bridges)
+}
+
+// senders describes the likely senders of stopped packets.
+var senders = map[ruleset.Sender]string{
+	ruleset.SenderPod: "a process in the pod: by a raw socket, or on a connection that the kernel's connection " +
+		"tracking does not know",
+	ruleset.SenderNested: "a container nested in the pod",
+	ruleset.SenderPacket: "a packet socket, or a network stack of its own such as gVisor's or Kata's",
+}
+
+// Count reads the counters of all walls, and reports the first packets of each sender on its pod.
+func (a *Agent) Count() {
+	for _, e := range a.table.All() {
+		in := e.Installed()
+		if in == nil {
+			continue
+		}
+		first, err := a.watch.Count(e.ID, *in)
+		if err != nil {
+			a.log.Debug("the counters of a wall cannot be read", "netnsID", e.ID.String(), "err", err)
+		}
+		e.SetStopped(a.watch.Stopped(e.ID))
+		for _, sender := range first {
+			for _, r := range e.Records() {
+				a.log.Warn("packets were stopped that would have left a pod around the proxy",
+					"attachment", r.String(), "sender", string(sender))
+				a.orchestrator.Report(r.Pod, true, reasonStopped,
+					"packets were stopped that would have left the pod around the proxy. The likely sender: "+senders[sender])
+			}
+		}
+	}
+}
+
+// Restored is how many times rules were restored.
+func (a *Agent) Restored() uint64 { return a.restored.Load() }
+
+// Stopped returns how many packets all walls had stopped at the last Count, by their likely sender.
+func (a *Agent) Stopped() map[ruleset.Sender]uint64 { return a.watch.Total() }

@@ -1,0 +1,230 @@
+// Package watch watches the netns of captured pods: it tells when their rules or interfaces may have changed, and counts
+// the packets that their walls have stopped.
+//
+// The kernel reports changes of nftables, of interfaces and of addresses, and the tools of iptables-nft change nftables
+// too. It does not report changes that the legacy tools make; Round is for those.
+package watch
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/containernetworking/plugins/pkg/ns"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// Watcher watches the netns of this node.
+type Watcher struct {
+	log     *slog.Logger
+	changed chan struct{}
+	readers sync.WaitGroup
+
+	mu      sync.Mutex // guards the fields below; held while the kernel is asked, which takes microseconds
+	netns   map[attach.NetnsID]*netns
+	stopped map[ruleset.Sender]uint64 // by all pods, also by those that are gone
+	last    attach.NetnsID            // of Round
+}
+
+// netns is one netns that is watched.
+type netns struct {
+	events   []*netlink.Conn
+	counters *ruleset.Counters
+
+	// Guarded by Watcher.mu.
+	changed bool
+	taken   time.Time                 // when a change was last returned by Take
+	read    map[ruleset.Sender]uint64 // the counters as they were read last
+	stopped map[ruleset.Sender]uint64 // since the netns is watched
+}
+
+// New makes a Watcher that watches no netns.
+func New(log *slog.Logger) *Watcher {
+	return &Watcher{
+		log: log, changed: make(chan struct{}, 1),
+		netns: map[attach.NetnsID]*netns{}, stopped: map[ruleset.Sender]uint64{},
+	}
+}
+
+// Sync makes the watched netns those at the paths. A netns that is new counts as changed.
+func (w *Watcher) Sync(paths map[attach.NetnsID]string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for id, n := range w.netns {
+		if _, ok := paths[id]; !ok {
+			delete(w.netns, id)
+			n.close()
+		}
+	}
+	for id, path := range paths {
+		if w.netns[id] != nil {
+			continue
+		}
+		n, err := open(path)
+		if err != nil { // gone meanwhile, most likely
+			w.log.Debug("a netns cannot be watched", "netns", path, "err", err)
+			continue
+		}
+		w.netns[id] = n
+		for _, c := range n.events {
+			w.readers.Go(func() { w.read(n, c) })
+		}
+		w.noteLocked(n)
+	}
+}
+
+// Close ends watching.
+func (w *Watcher) Close() {
+	w.Sync(nil)
+	w.readers.Wait()
+}
+
+// groups are the events that matter: those of nftables (linux/netfilter/nfnetlink.h), and of interfaces and addresses.
+var groups = map[int]uint32{
+	unix.NETLINK_NETFILTER: 1 << (unix.NFNLGRP_NFTABLES - 1),
+	unix.NETLINK_ROUTE:     unix.RTMGRP_LINK | unix.RTMGRP_IPV4_IFADDR | unix.RTMGRP_IPV6_IFADDR,
+}
+
+func open(path string) (*netns, error) {
+	n := &netns{read: map[ruleset.Sender]uint64{}, stopped: map[ruleset.Sender]uint64{}}
+	err := ns.WithNetNSPath(path, func(ns.NetNS) (err error) {
+		if n.counters, err = ruleset.OpenCounters(); err != nil {
+			return err
+		}
+		for family, group := range groups {
+			c, err := netlink.Dial(family, &netlink.Config{Groups: group})
+			if err != nil {
+				return fmt.Errorf("listening to events: %w", err)
+			}
+			n.events = append(n.events, c)
+		}
+		return nil
+	})
+	if err != nil {
+		n.close()
+		return nil, err
+	}
+	return n, nil
+}
+
+// close ends the readers of n.
+func (n *netns) close() {
+	for _, c := range n.events {
+		_ = c.Close() // nothing was written
+	}
+	if n.counters != nil {
+		_ = n.counters.Close()
+	}
+}
+
+// read notes changes until the connection is closed.
+func (w *Watcher) read(n *netns, c *netlink.Conn) {
+	for {
+		_, err := c.Receive()
+		if err != nil && !errors.Is(err, unix.ENOBUFS) { // events were lost: something has changed
+			return
+		}
+		w.mu.Lock()
+		w.noteLocked(n)
+		w.mu.Unlock()
+	}
+}
+
+func (w *Watcher) noteLocked(n *netns) {
+	n.changed = true
+	select {
+	case w.changed <- struct{}{}:
+	default:
+	}
+}
+
+// Changed receives when Take may return something.
+func (w *Watcher) Changed() <-chan struct{} { return w.changed }
+
+// rest is the time between two returns of one netns by Take. A pod that changes its rules all the time does not keep the
+// daemon busy.
+const rest = time.Second
+
+// Take returns the netns that have changed. One that was returned less than a second ago is returned by a later call.
+func (w *Watcher) Take(now time.Time) []attach.NetnsID {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var all []attach.NetnsID
+	for id, n := range w.netns {
+		if n.changed && now.Sub(n.taken).Abs() >= rest {
+			n.changed, n.taken = false, now
+			all = append(all, id)
+		}
+	}
+	return all
+}
+
+// Round returns the watched netns one after the other, one with each call.
+func (w *Watcher) Round() (id attach.NetnsID, ok bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	all := slices.SortedFunc(maps.Keys(w.netns), compare)
+	if len(all) == 0 {
+		return id, false
+	}
+	i := slices.IndexFunc(all, func(id attach.NetnsID) bool { return compare(id, w.last) > 0 })
+	w.last = all[max(i, 0)]
+	return w.last, true
+}
+
+func compare(a, b attach.NetnsID) int {
+	return slices.Compare([]uint64{a.Dev, a.Ino, a.Cookie}, []uint64{b.Dev, b.Ino, b.Cookie})
+}
+
+// Count reads the counters of the netns in which in is installed. It returns the senders that have had no packet stopped
+// there before.
+func (w *Watcher) Count(id attach.NetnsID, in ruleset.Installed) (first []ruleset.Sender, err error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	n := w.netns[id]
+	if n == nil || in.Wall == ruleset.WallNone {
+		return nil, nil
+	}
+	read, err := n.counters.Stopped(in)
+	if err != nil {
+		return nil, err
+	}
+	for _, sender := range slices.Sorted(maps.Keys(read)) {
+		more := read[sender] - n.read[sender]
+		if read[sender] < n.read[sender] { // the wall was installed anew
+			more = read[sender]
+		}
+		if more > 0 && n.stopped[sender] == 0 {
+			first = append(first, sender)
+		}
+		n.stopped[sender] += more
+		w.stopped[sender] += more
+	}
+	n.read = read
+	return first, nil
+}
+
+// Stopped returns how many packets were stopped in one netns, as far as they were counted.
+func (w *Watcher) Stopped(id attach.NetnsID) map[ruleset.Sender]uint64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if n := w.netns[id]; n != nil {
+		return maps.Clone(n.stopped)
+	}
+	return nil
+}
+
+// Total returns how many packets were stopped in all netns, also in those that are gone.
+func (w *Watcher) Total() map[ruleset.Sender]uint64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return maps.Clone(w.stopped)
+}

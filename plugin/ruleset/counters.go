@@ -1,0 +1,109 @@
+package ruleset
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/binaryutil"
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+)
+
+// Counters reads how many packets the wall of one netns has stopped, from any thread.
+type Counters struct{ conn *nftables.Conn }
+
+// OpenCounters opens the counters of the netns of the calling thread.
+func OpenCounters() (*Counters, error) {
+	conn, err := nftables.New(nftables.AsLasting())
+	if err != nil {
+		return nil, fmt.Errorf("opening nftables: %w", err)
+	}
+	return &Counters{conn}, nil
+}
+
+// Close closes the connection to the kernel.
+func (c *Counters) Close() error { return c.conn.CloseLasting() }
+
+// Stopped returns the number of packets that were stopped since i was installed, by their likely sender. A count may
+// also begin anew when a part of the rules is restored.
+func (c *Counters) Stopped(i Installed) (map[Sender]uint64, error) {
+	counts := map[Sender]uint64{}
+	for _, t := range i.wall() {
+		for _, chain := range t.chains {
+			if err := c.add(counts, t, chain); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return counts, nil
+}
+
+// add adds the counters of one chain, in which the rules that count are the last ones.
+func (c *Counters) add(counts map[Sender]uint64, t table, chain chain) error {
+	if len(chain.rules) == 0 || chain.rules[len(chain.rules)-1].target.verb != verbStop {
+		return nil
+	}
+	nt := nftTable(t)
+	have, err := c.conn.GetRules(nt, &nftables.Chain{Table: nt, Name: chainPrefix + chain.name})
+	if errors.Is(err, unix.ENOENT) {
+		return nil // it will be restored
+	}
+	if err != nil {
+		return fmt.Errorf("reading the counters of chain %s: %w", chain.name, err)
+	}
+	for n := range min(len(have), len(chain.rules)) {
+		r := chain.rules[n]
+		for _, e := range have[n].Exprs {
+			if counter, ok := e.(*expr.Counter); ok && r.target.verb == verbStop {
+				counts[r.target.count] += counter.Packets
+			}
+		}
+	}
+	return nil
+}
+
+// KnowBridges tells the wall in the netns at path of bridges, by their interface indices: packets to them stay in the
+// pod. It learns of most bridges by itself, from packets that come through them or go to them.
+func (i Installed) KnowBridges(path string, indices []int) error {
+	if i.Wall == WallNone || len(indices) == 0 {
+		return nil
+	}
+	return within(path, func() error {
+		conn, err := nftables.New()
+		if err != nil {
+			return fmt.Errorf("opening nftables: %w", err)
+		}
+		for _, t := range i.wall() {
+			if t.family == link {
+				continue
+			}
+			if err := addBridges(conn, t, indices); err != nil {
+				return fmt.Errorf("the set of bridges: %w", err)
+			}
+		}
+		return conn.Flush()
+	})
+}
+
+// addBridges adds those that the set of t lacks, since each addition is an event for those who watch the rules.
+func addBridges(conn *nftables.Conn, t table, indices []int) error {
+	set := &nftables.Set{Table: nftTable(t), Name: knownBridges, KeyType: nftables.TypeIFIndex}
+	known, err := conn.GetSetElements(set)
+	if err != nil {
+		return err
+	}
+	var missing []nftables.SetElement
+	for _, index := range indices {
+		key := binaryutil.NativeEndian.PutUint32(uint32(index))
+		if !slices.ContainsFunc(known, func(e nftables.SetElement) bool { return bytes.Equal(e.Key, key) }) {
+			missing = append(missing, nftables.SetElement{Key: key})
+		}
+	}
+	if len(missing) == 0 {
+		return nil
+	}
+	return conn.SetAddElements(set, missing)
+}
