@@ -251,8 +251,8 @@ func (s *scene) checkOutside(t *testing.T) {
 	s.wantNoneLeft(t, syns)
 }
 
-// checkUDP checks that QUIC from a container never leaves the pod, although the first rules in FORWARD are Docker's, and
-// that it passes within the pod.
+// checkUDP checks that QUIC from a container never leaves the pod, although the first rules in FORWARD are Docker's,
+// and that it passes within the pod.
 func (s *scene) checkUDP(t *testing.T) {
 	t.Helper()
 	client, server, gateway := s.first.client, s.first.server, s.first.gateway
