@@ -23,6 +23,8 @@ openssl               openssl
 tcpdump               tcpdump
 mitmdump              mitmproxy
 /usr/include/stdlib.h libc6-dev
+dockerd               docker.io
+/usr/share/doc/busybox-static busybox-static
 "
 bench="
 mitmdump              mitmproxy
@@ -63,6 +65,11 @@ missing() {
         fi
     done <<<"$1" | sort -u
 }
+
+# The tests pass the frames of bridges to iptables, as nodes of Kubernetes do.
+if [[ $1 == test ]] && ! [[ -e /proc/sys/net/bridge ]] && ((EUID == 0)); then
+    modprobe br_netfilter
+fi
 
 mapfile -t packages < <(missing "$wanted")
 mapfile -t extra < <(missing "$optional")
@@ -116,10 +123,12 @@ fi
 if ((${#extra[@]} > 0)) && ! apt install --no-install-recommends "${extra[@]}"; then
     echo "could not install ${extra[*]}, which is optional; continuing without it"
 fi
-for package in redsocks etcd-server; do
+for package in redsocks etcd-server docker.io; do
     if [[ " ${packages[*]} " == *" $package "* ]]; then
         # The tests start their own instance. The system service must not run, now or after the next boot.
-        service "${package%-server}" stop >/dev/null 2>&1 || true
-        update-rc.d "${package%-server}" disable >/dev/null 2>&1 || true
+        service=${package%-server}
+        service=${service%.io}
+        service "$service" stop >/dev/null 2>&1 || true
+        update-rc.d "$service" disable >/dev/null 2>&1 || true
     fi
 done

@@ -1,14 +1,10 @@
 package capture
 
 import (
-	"context"
 	"errors"
-	"io"
 	"net"
-	"os"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
@@ -23,7 +19,7 @@ func TestUDP(t *testing.T) {
 			n.StartDaemon()
 			for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
 				for _, port := range []string{"53", "443"} {
-					echoUDP(t, n.World, net.JoinHostPort(ip, port))
+					n.World.ServeCallerUDP(net.JoinHostPort(ip, port))
 				}
 			}
 			pod := f.AddPod(t, n, "udp", nil)
@@ -48,7 +44,7 @@ func TestUDP(t *testing.T) {
 				{"QUIC allowed over IPv6", allowed.Host, testbed.WorldIPv6, allowed.IPv6, false, "443"},
 			} {
 				t.Run(c.name, func(t *testing.T) {
-					caller, err := askUDP(testbed.Context(t), c.from, net.JoinHostPort(c.world, c.port))
+					caller, err := c.from.CallerUDP(testbed.Context(t), net.JoinHostPort(c.world, c.port))
 					if c.refused && !errors.Is(err, syscall.ECONNREFUSED) {
 						t.Errorf("got %q, %v; want it refused", caller, err)
 					}
@@ -58,52 +54,5 @@ func TestUDP(t *testing.T) {
 				})
 			}
 		})
-	}
-}
-
-// echoUDP answers each datagram with the address that it comes from.
-func echoUDP(t *testing.T, h *testbed.Host, address string) {
-	t.Helper()
-	var s net.PacketConn
-	if err := h.Do(func() (err error) {
-		s, err = net.ListenPacket("udp", address)
-		return err
-	}); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = s.Close() })
-	go func() {
-		b := make([]byte, 1<<10)
-		for {
-			_, from, err := s.ReadFrom(b)
-			if err != nil {
-				return // closed: the test has ended
-			}
-			_, _ = s.WriteTo([]byte(testbed.IPOf(from)), from) // the client asks again if it fails
-		}
-	}()
-}
-
-// askUDP asks until it gets an answer or a refusal.
-func askUDP(ctx context.Context, h *testbed.Host, address string) (string, error) {
-	c, err := h.Dial(ctx, "udp", address)
-	if err != nil {
-		return "", err
-	}
-	defer c.Close() //nolint:errcheck // one datagram each way
-	b := make([]byte, 1<<10)
-	for {
-		// A datagram that is rejected on its way out of this very netns fails with EPERM; the next call says why.
-		if _, err := io.WriteString(c, "?"); err != nil && !errors.Is(err, syscall.EPERM) {
-			return "", err
-		}
-		if err := c.SetReadDeadline(time.Now().Add(time.Second)); err != nil {
-			return "", err
-		}
-		n, err := c.Read(b)
-		if errors.Is(err, os.ErrDeadlineExceeded) && ctx.Err() == nil {
-			continue
-		}
-		return string(b[:n]), err
 	}
 }

@@ -18,8 +18,10 @@ package testbed
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"net"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -27,6 +29,7 @@ import (
 	"time"
 
 	"github.com/containernetworking/plugins/pkg/ns"
+	"golang.org/x/sys/unix"
 )
 
 // TB is the part of testing.TB that a testbed uses; the benchmarks have another implementation.
@@ -57,6 +60,19 @@ func NewHost(tb TB, role string) *Host {
 	Run(tb, "ip", "netns", "add", h.Name)
 	tb.Cleanup(h.Delete)
 	h.IP("link", "set", "lo", "up")
+	return h
+}
+
+// adoptHost makes a host of the netns at path, which another program has made. When the test ends, the name is removed.
+func adoptHost(tb TB, role, path string) *Host {
+	tb.Helper()
+	h := &Host{tb, fmt.Sprintf("sluice-%d-%d-%s", pid, made.Add(1), role)}
+	if err := errors.Join(
+		os.WriteFile(h.Path(), nil, 0o600), unix.Mount(path, h.Path(), "", unix.MS_BIND, ""),
+	); err != nil {
+		tb.Fatalf("the netns of %s: %v", role, err)
+	}
+	tb.Cleanup(h.Delete)
 	return h
 }
 

@@ -50,12 +50,15 @@ func (b *logBuffer) String() string {
 // Launch starts a program in h; it is killed when the test ends, and its log shown if the test failed.
 func Launch(h *Host, name string, args ...string) *Program {
 	h.tb.Helper()
-	p := &Program{
-		tb: h.tb, name: filepath.Base(name), cmd: exec.Command(name, args...),
-		log: &logBuffer{}, done: make(chan struct{}),
-	}
+	return launch(h, filepath.Base(name), exec.Command(name, args...), 0)
+}
+
+// launch is Launch for a program with a name, in new namespaces (CLONE_NEW…).
+func launch(h *Host, name string, cmd *exec.Cmd, namespaces uintptr) *Program {
+	h.tb.Helper()
+	p := &Program{tb: h.tb, name: name, cmd: cmd, log: &logBuffer{}, done: make(chan struct{})}
 	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Cloneflags: namespaces}
 	if err := h.Start(p.cmd); err != nil {
 		h.tb.Fatalf("starting %s: %v", name, err)
 	}

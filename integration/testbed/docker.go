@@ -1,0 +1,336 @@
+package testbed
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// dockerImage is the only image of a Docker: busybox.
+const dockerImage = "busybox"
+
+// startDocker is a script that runs in namespaces of its own, as the first process of a PID namespace: all processes of
+// Docker end with it. It ends when dockerd does, or when its input ends because the test's process is gone. Docker sees
+// no /run and no /etc/docker but its own, and the iptables of the folder $1.
+const startDocker = `mount --make-rprivate /
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /run
+mkdir -p /etc/docker
+mount -t tmpfs tmpfs /etc/docker
+PATH=$1:$PATH
+shift
+exec 3<&0
+dockerd "$@" 3<&- &
+dockerd=$!
+{ cat <&3; kill -KILL $dockerd; } &
+wait $dockerd`
+
+// Docker is a dockerd in a pod, as CI runners have it.
+type Docker struct {
+	pod     *Pod
+	program *Program
+	client  *http.Client
+}
+
+// StartDocker starts dockerd in the pod's netns, and waits until it answers. docker0 has the addresses 172.17.0.1/16
+// and fd00:d0c::1/64. dockerd uses the iptables of the variant, nft or legacy, and gets further options.
+func (p *Pod) StartDocker(variant string, options ...string) *Docker {
+	p.tb.Helper()
+	if os.Getenv(inUserNS) != "" {
+		p.tb.Fatalf("dockerd needs root: run this test as root")
+	}
+	dir := filepath.Join(p.node.Dir, p.Name())
+	socket, cgroup := filepath.Join(dir, "docker.sock"), "/"+p.Host.Name
+	args := append([]string{
+		"--host", "unix://" + socket, "--data-root", filepath.Join(dir, "data"),
+		"--exec-root", "/run/docker", "--pidfile", "/run/docker.pid",
+		"--exec-opt", "native.cgroupdriver=cgroupfs", "--cgroup-parent", cgroup,
+		"--bip", "172.17.0.1/16", "--ipv6", "--fixed-cidr-v6", "fd00:d0c::/64", "--ip6tables", "--experimental",
+	}, options...)
+	// Without CAP_SYS_RESOURCE dockerd cannot set its default score. Its newer versions leave the score alone.
+	if strings.Contains(Run(p.tb, "dockerd", "--help"), "--oom-score-adjust") {
+		args = append(args, "--oom-score-adjust", "0")
+	}
+	tools := filepath.Join(dir, "iptables")
+	if err := linkTools(tools, variant); err != nil {
+		p.tb.Fatalf("the iptables of dockerd: %v", err)
+	}
+	// dockerd sets the policy of FORWARD to DROP only if it turns forwarding on.
+	p.Exec("sysctl", "-qw", "net.ipv4.ip_forward=0")
+	p.PrepareBridges()
+	p.tb.Cleanup(func() {
+		if err := removeCgroups(cgroup); err != nil {
+			p.tb.Fatalf("%v", err)
+		}
+	})
+	cmd := exec.Command("sh", append([]string{"-euc", startDocker, "sh", tools}, args...)...)
+	if _, err := cmd.StdinPipe(); err != nil { // never written to; it ends with this process
+		p.tb.Fatalf("the input of dockerd: %v", err)
+	}
+	d := &Docker{pod: p, program: launch(p.Host, "dockerd", cmd, unix.CLONE_NEWNS|unix.CLONE_NEWPID)}
+	d.client = &http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", socket)
+		},
+	}}
+	Eventually(p.tb, "dockerd answers", func() bool {
+		if d.program.Ended() {
+			p.tb.Fatalf("dockerd ended: %s", d.program.Log())
+		}
+		_, err := d.call(http.MethodGet, "/_ping", nil)
+		return err == nil
+	})
+	image, err := archive(map[string]string{"bin/busybox": "/bin/busybox"}, nil)
+	if err != nil {
+		p.tb.Fatalf("making an image: %v", err)
+	}
+	d.stream("/images/create", url.Values{"fromSrc": {"-"}, "repo": {dockerImage}}, image)
+	return d
+}
+
+// PrepareBridges sets sysctls of the pod for bridges that will be added: their frames pass iptables, as on a node with
+// the module br_netfilter, and their addresses are valid at once.
+func (p *Pod) PrepareBridges() {
+	p.tb.Helper()
+	out, err := p.TryExec("sysctl", "-qw", "net.ipv6.conf.default.accept_dad=0",
+		"net.bridge.bridge-nf-call-iptables=1", "net.bridge.bridge-nf-call-ip6tables=1")
+	if err != nil {
+		p.tb.Fatalf("preparing bridges, which needs the kernel module br_netfilter: %v\n%s", err, out)
+	}
+}
+
+// linkTools makes a folder in which iptables and ip6tables are those of the variant.
+func linkTools(dir, variant string) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	for _, name := range []string{"iptables", "ip6tables"} {
+		tool, err := exec.LookPath(name + "-" + variant)
+		if err != nil {
+			return err
+		}
+		if err := os.Symlink(tool, filepath.Join(dir, name)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// removeCgroups removes a cgroup and those in it from all hierarchies. Their processes have ended.
+func removeCgroups(name string) error {
+	mounts, err := os.ReadFile("/proc/self/mounts")
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for line := range strings.Lines(string(mounts)) {
+		if w := strings.Fields(line); len(w) > 2 && (w[2] == "cgroup" || w[2] == "cgroup2") {
+			errs = append(errs, removeCgroup(filepath.Join(w[1], name)))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// removeCgroup removes from the leaves up. The kernel removes the files.
+func removeCgroup(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	errs := []error{err}
+	for _, e := range entries {
+		if e.IsDir() {
+			errs = append(errs, removeCgroup(filepath.Join(dir, e.Name())))
+		}
+	}
+	return errors.Join(append(errs, unix.Rmdir(dir))...)
+}
+
+// CreateNetwork creates a user-defined bridge network with these subnets.
+func (d *Docker) CreateNetwork(name string, subnets ...string) {
+	d.pod.tb.Helper()
+	var config []map[string]string
+	ipv6 := false
+	for _, s := range subnets {
+		config = append(config, map[string]string{"Subnet": s})
+		ipv6 = ipv6 || strings.Contains(s, ":")
+	}
+	d.post("/networks/create", map[string]any{
+		"Name": name, "EnableIPv6": ipv6, "IPAM": map[string]any{"Config": config},
+	})
+}
+
+// Connect connects a container to one more network.
+func (d *Docker) Connect(network string, c *Container) {
+	d.pod.tb.Helper()
+	d.post("/networks/"+network+"/connect", map[string]any{"Container": c.ID})
+	d.inspect(c)
+}
+
+// Container is a container of a Docker. It does nothing; tests connect and serve in its netns.
+type Container struct {
+	*Host
+	ID string
+	// Addresses are those of the container by the name of the network; the default is called bridge.
+	Addresses map[string]Addresses
+}
+
+// Addresses of a host in one network.
+type Addresses struct {
+	IPv4 string `json:"IPAddress"`
+	IPv6 string `json:"GlobalIPv6Address"`
+}
+
+// Run runs a container in the network, and publishes its ports: "8080:80" is port 80 by port 8080 of the pod.
+func (d *Docker) Run(name, network string, publish ...string) *Container {
+	d.pod.tb.Helper()
+	exposed, bindings := map[string]any{}, map[string]any{}
+	for _, p := range publish {
+		outer, inner, _ := strings.Cut(p, ":")
+		exposed[inner+"/tcp"] = struct{}{}
+		bindings[inner+"/tcp"] = []map[string]string{{"HostPort": outer}}
+	}
+	var created struct{ ID string }
+	d.decode(d.post("/containers/create", map[string]any{
+		"Image": dockerImage, "Cmd": []string{"/bin/busybox", "sleep", "1000"}, "ExposedPorts": exposed,
+		"HostConfig": map[string]any{"NetworkMode": network, "PortBindings": bindings},
+	}), &created)
+	d.post("/containers/"+created.ID+"/start", nil)
+	c := &Container{ID: created.ID}
+	pid := d.inspect(c)
+	// The PID is one of dockerd's PID namespace, and so is the /proc that dockerd sees.
+	c.Host = adoptHost(d.pod.tb, name, fmt.Sprintf("/proc/%d/root/proc/%d/ns/net", d.program.Pid(), pid))
+	return c
+}
+
+// inspect learns the addresses of a container, and returns its PID as dockerd knows it.
+func (d *Docker) inspect(c *Container) int {
+	d.pod.tb.Helper()
+	answer, err := d.call(http.MethodGet, "/containers/"+c.ID+"/json", nil)
+	if err != nil {
+		d.pod.tb.Fatalf("docker: %v", err)
+	}
+	var container struct {
+		State           struct{ Pid int }
+		NetworkSettings struct{ Networks map[string]Addresses }
+	}
+	d.decode(answer, &container)
+	c.Addresses = container.NetworkSettings.Networks
+	return container.State.Pid
+}
+
+// Build builds an image whose only step runs a command of busybox in the network, and returns the output.
+func (d *Docker) Build(network string, command ...string) string {
+	d.pod.tb.Helper()
+	step := JSON(append([]string{"/bin/busybox"}, command...))
+	source, err := archive(nil, map[string]string{"Dockerfile": "FROM " + dockerImage + "\nRUN " + step + "\n"})
+	if err != nil {
+		d.pod.tb.Fatalf("the context of a build: %v", err)
+	}
+	return d.stream("/build", url.Values{"nocache": {"1"}, "networkmode": {network}}, source)
+}
+
+// post posts a value. A failure ends the test.
+func (d *Docker) post(path string, value any) []byte {
+	d.pod.tb.Helper()
+	body, err := json.Marshal(value)
+	if err != nil {
+		d.pod.tb.Fatalf("docker: %v", err)
+	}
+	answer, err := d.call(http.MethodPost, path, bytes.NewReader(body))
+	if err != nil {
+		d.pod.tb.Fatalf("docker: %v", err)
+	}
+	return answer
+}
+
+// stream posts an archive, and returns the text of the answer, which comes in pieces. A failure ends the test.
+func (d *Docker) stream(path string, query url.Values, body io.Reader) string {
+	d.pod.tb.Helper()
+	answer, err := d.call(http.MethodPost, path+"?"+query.Encode(), body)
+	var text strings.Builder
+	for pieces := json.NewDecoder(bytes.NewReader(answer)); err == nil; {
+		var piece struct{ Stream, Error string }
+		if err = pieces.Decode(&piece); piece.Error != "" {
+			err = errors.New(piece.Error)
+		}
+		text.WriteString(piece.Stream)
+	}
+	if !errors.Is(err, io.EOF) {
+		d.pod.tb.Fatalf("docker %s: %v\n%s", path, err, text.String())
+	}
+	return text.String()
+}
+
+func (d *Docker) decode(answer []byte, into any) {
+	d.pod.tb.Helper()
+	if err := json.Unmarshal(answer, into); err != nil {
+		d.pod.tb.Fatalf("docker answered %q: %v", answer, err)
+	}
+}
+
+// call makes a request of the API, in dockerd's own version of it.
+func (d *Docker) call(method, path string, body io.Reader) ([]byte, error) {
+	req, err := http.NewRequestWithContext(context.Background(), method, "http://docker"+path, body)
+	if err != nil {
+		return nil, err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	if strings.Contains(path, "?") {
+		req.Header.Set("Content-Type", "application/x-tar")
+	}
+	resp, err := d.client.Do(req)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close() //nolint:errcheck // read to its end
+	answer, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode >= http.StatusBadRequest {
+		err = fmt.Errorf("%s %s: %s: %s", method, path, resp.Status, answer)
+	}
+	return answer, err
+}
+
+// archive makes a tar archive of programs, by their paths on this machine, and of texts.
+func archive(programs, texts map[string]string) (io.Reader, error) {
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	add := func(name string, data []byte, mode int64) error {
+		header := tar.Header{Typeflag: tar.TypeReg, Name: name, Size: int64(len(data)), Mode: mode}
+		if err := w.WriteHeader(&header); err != nil {
+			return err
+		}
+		_, err := w.Write(data)
+		return err
+	}
+	for name, path := range programs {
+		data, err := os.ReadFile(path)
+		if err != nil {
+			return nil, err
+		}
+		if err := add(name, data, 0o755); err != nil {
+			return nil, err
+		}
+	}
+	for name, text := range texts {
+		if err := add(name, []byte(text), 0o644); err != nil {
+			return nil, err
+		}
+	}
+	return &b, w.Close()
+}
