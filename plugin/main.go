@@ -26,7 +26,7 @@ func main() {
 	_ = os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin")
 	skel.PluginMainFuncs(
 		skel.CNIFuncs{Add: cmdAdd, Del: cmdDel, Check: cmdCheck, GC: cmdGC, Status: cmdStatus},
-		version.PluginSupports("0.3.1", "0.4.0", "1.0.0", "1.1.0"),
+		version.PluginSupports(netconf.Versions...),
 		"sluice "+gitVersion+": captures pods' TCP for the node's proxy",
 	)
 }

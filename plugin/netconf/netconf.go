@@ -24,6 +24,10 @@ import (
 // PodAnnotations is the capability with which a plugin asks containerd for the pod's annotations.
 const PodAnnotations = "io.kubernetes.cri.pod-annotations"
 
+// Versions are the versions of the CNI specification that the plugin serves, the oldest first. 0.1.0 and 0.2.0 have
+// another format of results, and know no chains of plugins.
+var Versions = []string{"0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"}
+
 // Values of the key `onDaemonDown`: the treatment of a pod with unknown labels, since the daemon is down.
 const (
 	Hold = "hold" // ADD captures the pod until its labels are known
