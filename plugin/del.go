@@ -14,7 +14,7 @@ import (
 )
 
 func cmdDel(args *skel.CmdArgs) error {
-	conf, err := parseConf(args)
+	conf, err := confForRemoval(args)
 	if err != nil {
 		return err
 	}

@@ -11,7 +11,7 @@ import (
 )
 
 func cmdGC(args *skel.CmdArgs) error {
-	conf, err := parseConf(args)
+	conf, err := confForRemoval(args, "cni.dev/valid-attachments")
 	if err != nil {
 		return err
 	}
