@@ -70,6 +70,9 @@ func add(ctx context.Context, conf *netconf.Conf, at attach.Attachment) error {
 	if err != nil {
 		return types.NewError(types.ErrInvalidNetNS, err.Error(), "")
 	}
+	if err := netns.CheckNotNode(); err != nil {
+		return types.NewError(types.ErrInvalidNetNS, fmt.Sprintf("attaching %s: netns %s: %s", at, at.Netns, err), "")
+	}
 	a := addition{conf: conf, store: attach.NewStore(conf.StateDir), daemon: attach.NewClient(conf.AgentSocket)}
 	a.record = attach.Record{Attachment: at, NetnsID: netns}
 	if err := a.findPrevious(); err != nil {

@@ -27,6 +27,8 @@ type call struct {
 	prevResult any
 	// stdin, unless it is nil, takes the place of the configuration.
 	stdin []byte
+	// env are more variables of the environment.
+	env []string
 	// path is put before PATH.
 	path string
 	// setup is a script that runs first, in a new mount namespace with the plugin.
@@ -71,6 +73,7 @@ func (c *call) run(t *testing.T, verb string) ([]byte, error) {
 	}
 	cmd.Env = append(os.Environ(), "CNI_COMMAND="+verb, "CNI_CONTAINERID="+c.containerID, "CNI_NETNS="+c.netns,
 		"CNI_IFNAME="+c.ifName, "CNI_ARGS="+c.args, "CNI_PATH="+c.node.Binaries())
+	cmd.Env = append(cmd.Env, c.env...)
 	if c.path != "" {
 		cmd.Env = append(cmd.Env, "PATH="+c.path+":"+os.Getenv("PATH"))
 	}

@@ -308,6 +308,11 @@ func TestMalformedRequests(t *testing.T) {
 			422, "netns",
 		},
 		{
+			"the node's own netns", "POST", attachments,
+			with(func(a *attach.Attachment) { a.Netns = r.node.Path() }),
+			422, "node's own network namespace",
+		},
+		{
 			"a path as a container ID", "POST", attachments,
 			with(func(a *attach.Attachment) { a.ContainerID = "../x" }),
 			422, `\.\./x`,
