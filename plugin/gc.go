@@ -30,7 +30,7 @@ func gc(ctx context.Context, conf *netconf.Conf) error {
 	errs := []error{err}
 	for _, r := range records {
 		if r.Network == conf.Name && !valid[r.ID] {
-			errs = append(errs, del(ctx, conf, r.ID))
+			errs = append(errs, del(ctx, conf, r.ID, r.Netns))
 		}
 	}
 	return errors.Join(errs...)

@@ -89,6 +89,9 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record, s scope) error {
 		return nil
 	}
 	e.Add(r) // the record may say more than the attachment did
+	if r.State == attach.Adding {
+		return nil // its ADD goes on, and writes another record; or it was killed, and DEL removes its rules
+	}
 	if r.State == attach.Captured {
 		if err := a.reopen(e, r); err != nil {
 			return err

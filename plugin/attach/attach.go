@@ -117,6 +117,9 @@ type State string
 
 // The states.
 const (
+	// Adding: an ADD has begun to install rules, and has not finished. It may have been killed, so any part of the rules
+	// may be there.
+	Adding      State = "adding"
 	Captured    State = "captured"
 	Provisional State = "provisional" // captured until the daemon has decided
 	Passed      State = "not captured"
@@ -127,7 +130,7 @@ type Record struct {
 	Attachment
 	NetnsID NetnsID `json:"netnsID"`
 	State   State   `json:"state"`
-	// Installed is nil if no ruleset was installed.
+	// Installed is nil if no ruleset was installed, or none to its end.
 	Installed *ruleset.Installed `json:"installed,omitempty"`
 }
 
