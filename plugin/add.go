@@ -141,8 +141,8 @@ func (a *addition) findPrevious() error {
 	return nil
 }
 
-// clearRemains removes the rules of an unfinished ADD, which may have used another backend than this one will. Rules that
-// the siblings share are replaced instead.
+// clearRemains removes the rules of an unfinished ADD, which may have used another backend than this one will. Rules
+// that the siblings share are replaced instead.
 func (a *addition) clearRemains(ctx context.Context) error {
 	if !a.remains || a.previous != nil {
 		return nil

@@ -46,8 +46,8 @@ type Installer struct {
 
 // Install installs the plugin, and returns the paths of the files that it had to write: none if all is in place. After
 // it the network configuration that the runtime chooses has the entry, and no other one has it. The error is
-// ErrNoNetwork if there is none to choose. A configuration with a CNI version that the plugin does not serve is an error,
-// and stays or becomes as its owner wrote it, without the entry.
+// ErrNoNetwork if there is none to choose. A configuration with a CNI version that the plugin does not serve is an
+// error, and stays or becomes as its owner wrote it, without the entry.
 func (i Installer) Install() (written []string, err error) {
 	unlock, err := lock(i.StateDir)
 	if err != nil {

@@ -276,7 +276,8 @@ func TestUnservedVersion(t *testing.T) {
 		i, _ := newNode(t, files)
 		_, err := i.Install()
 		file := filepath.Join(i.ConfDir, tc.name)
-		if !errors.Is(err, errVersion) || !strings.Contains(err.Error(), file) || !strings.Contains(err.Error(), tc.want) {
+		got := fmt.Sprint(err)
+		if !errors.Is(err, errVersion) || !strings.Contains(got, file) || !strings.Contains(got, tc.want) {
 			t.Errorf("%s: got %v, want an error with the file and %q", name, err, tc.want)
 		}
 		if got := contents(t, i); fmt.Sprint(got) != fmt.Sprint(files) {

@@ -75,7 +75,8 @@ exit 0
 			})
 			_, err = add.run(t, "ADD")
 			testbed.WantCNIError(t, err, 0, "recording", "no space left")
-			if calls, err := os.ReadFile(filepath.Join(tools, "calls")); err != nil || !strings.Contains(string(calls), pod.ID) {
+			calls, err := os.ReadFile(filepath.Join(tools, "calls"))
+			if err != nil || !strings.Contains(string(calls), pod.ID) {
 				t.Errorf("while rules were installed the records were %q, %v; want one of the pod", calls, err)
 			}
 			wantNothing(t, d, pod, n)

@@ -23,16 +23,16 @@ func blockTools(t *testing.T, tool string, after bool) blockedTools {
 	b := blockedTools{t.TempDir()}
 	for _, flavour := range []string{"nft", "legacy"} {
 		name := tool + "-" + flavour + "-restore"
-		real, err := exec.LookPath(name)
+		path, err := exec.LookPath(name)
 		if err != nil {
 			t.Fatal(err)
 		}
 		first := ":"
 		if after {
-			first = real + ` "$@"`
+			first = path + ` "$@"`
 		}
-		script := fmt.Sprintf("#!/bin/sh\n%s\necho $$ >%[2]s/new\nmv %[2]s/new %[2]s/pid\nexec sleep infinity\n", first, b.dir)
-		if err := os.WriteFile(filepath.Join(b.dir, name), []byte(script), 0o700); err != nil {
+		const script = "#!/bin/sh\n%s\necho $$ >%[2]s/new\nmv %[2]s/new %[2]s/pid\nexec sleep infinity\n"
+		if err := os.WriteFile(filepath.Join(b.dir, name), fmt.Appendf(nil, script, first, b.dir), 0o700); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -235,8 +235,8 @@ func TestDelWithoutRecord(t *testing.T) {
 	}
 }
 
-// TestDelWithoutTools: without the tools that installed the rules, DEL removes those of nf_tables. Of the others it keeps
-// the record, and all stays as it is until a DEL or GC can remove them.
+// TestDelWithoutTools: without the tools that installed the rules, DEL removes those of nf_tables. It keeps the record
+// of the others, and all stays as it is until a DEL or GC can remove them.
 func TestDelWithoutTools(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {

@@ -3,6 +3,7 @@ package cni
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"strings"
 	"testing"
@@ -117,7 +118,8 @@ func TestMalformedNetworkConfiguration(t *testing.T) {
 // wronglyTyped are keys of the entry with a value of another type. ADD and CHECK name the key and the value.
 var wronglyTyped = map[string]any{
 	"includeNamespaces": "ci", "excludeNamespaces": "x", "onDaemonDown": true, "backend": 7,
-	"statusNeedsUpstream": "yes", "capabilities": []string{"x"}, "ipam": "host-local", "dns": 1, "prevResult": "10.0.0.1",
+	"statusNeedsUpstream": "yes", "capabilities": []string{"x"}, "ipam": "host-local", "dns": 1,
+	"prevResult":    "10.0.0.1",
 	"runtimeConfig": map[string]any{"io.kubernetes.cri.pod-annotations": []string{"x"}},
 }
 
@@ -176,9 +178,7 @@ func TestGCIgnoresWronglyTypedKeys(t *testing.T) {
 	gc := callFor(n, valid).with(func(c *call) {
 		c.containerID, c.netns, c.ifName, c.args, c.prevResult = "", "", "", "", nil
 		c.conf = map[string]any{"cniVersion": "1.1.0"}
-		for key, value := range wronglyTyped {
-			c.conf[key] = value
-		}
+		maps.Copy(c.conf, wronglyTyped)
 	})
 	const list = "cni.dev/valid-attachments"
 	for _, wrong := range []any{"all", []any{map[string]any{"containerID": 7}}} {

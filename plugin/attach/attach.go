@@ -117,8 +117,8 @@ type State string
 
 // The states.
 const (
-	// Adding: an ADD has begun to install rules, and has not finished. It may have been killed, so any part of the rules
-	// may be there.
+	// Adding means that an ADD has begun to install rules and has not finished. It may have been killed, so any part of
+	// the rules may be there.
 	Adding      State = "adding"
 	Captured    State = "captured"
 	Provisional State = "provisional" // captured until the daemon has decided

@@ -61,8 +61,8 @@ func StatNetns(path string) (NetnsID, error) {
 // SameFile compares device and inode, but not the cookie.
 func (id NetnsID) SameFile(other NetnsID) bool { return id.Dev == other.Dev && id.Ino == other.Ino }
 
-// ErrNodeNetns is the error for the network namespace of the node, in which sluice captures nothing: it would capture the
-// node's own connections, and those of the proxy would come back to the proxy until it has no descriptors left.
+// ErrNodeNetns is the error for the network namespace of the node, in which sluice captures nothing: it would capture
+// the node's own connections, and those of the proxy would come back to the proxy until it has no descriptors left.
 var ErrNodeNetns = errors.New("this is the node's own network namespace, and only a pod's own can be captured")
 
 // CheckNotNode returns ErrNodeNetns if id is the netns of the calling thread, or of process 1.

@@ -91,8 +91,9 @@ func Parse(stdin []byte) (*Conf, error) {
 	return c, nil
 }
 
-// ParseForRemoval is Parse for DEL and GC, which have to undo the ADDs of older configurations. A value that they
-// cannot use is not an error but one of ignored, and the default takes its place. The value of a needed key is an error.
+// ParseForRemoval is Parse for DEL and GC, which have to undo the ADDs of older configurations. A value of the wrong
+// type, or a path that is not absolute, is in ignored, and the default takes its place. Only for a needed key is it an
+// error. prevResult is not read.
 func ParseForRemoval(stdin []byte, needed ...string) (c *Conf, ignored []error, err error) {
 	if c, err = parseObject(stdin); err != nil {
 		return nil, nil, err
@@ -118,7 +119,8 @@ func ParseForRemoval(stdin []byte, needed ...string) (c *Conf, ignored []error, 
 		fallback string
 	}{{"agentSocket", &c.AgentSocket, attach.DefaultSocket}, {"stateDir", &c.StateDir, attach.DefaultStateDir}} {
 		if !filepath.IsAbs(*p.path) {
-			ignored = append(ignored, fmt.Errorf("network configuration: %s: %q is not an absolute path", p.key, *p.path))
+			ignored = append(ignored,
+				fmt.Errorf("network configuration: %s: %q is not an absolute path", p.key, *p.path))
 			*p.path = p.fallback
 		}
 	}

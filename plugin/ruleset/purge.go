@@ -43,8 +43,8 @@ func Purge(ctx context.Context, netns string) error {
 	})
 }
 
-// nftTraces are the parts of sluice in nf_tables, in the netns of the calling thread: those of the backend nftables, and
-// those of iptables-nft, which keeps its chains and rules there too.
+// nftTraces are the parts of sluice in nf_tables, in the netns of the calling thread: those of the backend nftables,
+// and those of iptables-nft, which keeps its chains and rules there too.
 type nftTraces struct {
 	tables []*nftables.Table // of the backend nftables
 	chains []*nftables.Chain // in tables that are not sluice's
@@ -91,7 +91,11 @@ func findNFT() (nftTraces, error) {
 		if err != nil {
 			return nftTraces{}, fmt.Errorf("listing chain %s of table %s: %w", c.Name, c.Table.Name, err)
 		}
-		found.jumps = append(found.jumps, slices.DeleteFunc(rules, func(r *nftables.Rule) bool { return !leadsToUs(r) })...)
+		for _, r := range rules {
+			if leadsToUs(r) {
+				found.jumps = append(found.jumps, r)
+			}
+		}
 	}
 	return found, nil
 }
@@ -147,25 +151,23 @@ var legacyTables = map[Family]string{
 	IPv4: "/proc/thread-self/net/ip_tables_names", IPv6: "/proc/thread-self/net/ip6_tables_names",
 }
 
-// findLegacy returns the families in which iptables-legacy has chains of sluice, in the netns of the calling thread, and
-// the tool that removes them.
-func findLegacy(ctx context.Context) (tool backend, families []Family, err error) {
+// findLegacy returns the families in which iptables-legacy has chains of sluice, in the netns of the calling thread,
+// and the tool that removes them.
+func findLegacy(ctx context.Context) (tool iptablesBackend, families []Family, err error) {
 	for _, f := range []Family{IPv4, IPv6} {
 		names, err := os.ReadFile(legacyTables[f])
 		if errors.Is(err, fs.ErrNotExist) || err == nil && len(names) == 0 {
 			continue
 		}
 		if err != nil {
-			return nil, nil, fmt.Errorf("listing the tables of iptables-legacy: %w", err)
+			return "", nil, fmt.Errorf("listing the tables of iptables-legacy: %w", err)
 		}
-		if tool == nil {
-			if tool = legacyTool(); tool == nil {
-				return nil, nil, errors.New("the netns has tables of iptables-legacy, and the tool is not in PATH")
-			}
+		if tool = legacyTool(); tool == "" {
+			return "", nil, errors.New("the netns has tables of iptables-legacy, and the tool is not in PATH")
 		}
-		has, err := hasLegacyChain(ctx, tool.(iptablesBackend), f, strings.Fields(string(names)))
+		has, err := hasLegacyChain(ctx, tool, f, strings.Fields(string(names)))
 		if err != nil {
-			return nil, nil, err
+			return "", nil, err
 		}
 		if has {
 			families = append(families, f)
@@ -174,15 +176,15 @@ func findLegacy(ctx context.Context) (tool backend, families []Family, err error
 	return tool, families, nil
 }
 
-// legacyTool returns the flavour that reaches the legacy tables, or nil. Where there is only one flavour its name does
+// legacyTool returns the flavour that reaches the legacy tables, or "". Where there is only one flavour its name does
 // not tell, and the chains of iptables-nft are found without a tool.
-func legacyTool() backend {
+func legacyTool() iptablesBackend {
 	for _, b := range findIPTables() {
-		if b != backend(iptablesBackend("iptables-nft")) {
-			return b
+		if b.name() != "iptables-nft" {
+			return iptablesBackend(b.name())
 		}
 	}
-	return nil
+	return ""
 }
 
 func hasLegacyChain(ctx context.Context, b iptablesBackend, f Family, tables []string) (bool, error) {
