@@ -88,10 +88,15 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record, s scope) error {
 	if a.settler.wasDeleted(r) {
 		return nil
 	}
-	e.Add(r) // the record may say more than the attachment did
 	if r.State == attach.Adding {
-		return nil // its ADD goes on, and writes another record; or it was killed, and DEL removes its rules
+		// Its ADD goes on and writes another record, or it was killed and DEL removes its rules. An attachment that this
+		// daemon has decided about stays as decided: ADD may have succeeded since the record was read.
+		if _, known := e.Record(r.ID); !known {
+			e.Add(r)
+		}
+		return nil
 	}
+	e.Add(r) // the record may say more than the attachment did
 	if r.State == attach.Captured {
 		if err := a.reopen(e, r); err != nil {
 			return err

@@ -133,8 +133,8 @@ func TestReconcileDuringAnADD(t *testing.T) {
 	}{{attach.Adding, nil}, {attach.Captured, installed()}} {
 		r := a.write(t, h, step.state, step.in)
 		a.Reconsider(t.Context())
-		if s, ok := a.statusOf(r.ID); !ok || s.State != step.state || !listening(t, h) {
-			t.Errorf("got %+v, listening %t; want %s with its gate open", s, listening(t, h), step.state)
+		if s, ok := a.statusOf(r.ID); !ok || s.State != attach.Captured || !listening(t, h) {
+			t.Errorf("%s: got %+v, listening %t; want it captured with its gate open", step.state, s, listening(t, h))
 		}
 	}
 }
