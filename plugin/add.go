@@ -70,10 +70,16 @@ func add(ctx context.Context, conf *netconf.Conf, at attach.Attachment) error {
 	if err != nil {
 		return types.NewError(types.ErrInvalidNetNS, err.Error(), "")
 	}
+	if err := netns.CheckNotNode(); err != nil {
+		return types.NewError(types.ErrInvalidNetNS, fmt.Sprintf("attaching %s: netns %s: %s", at, at.Netns, err), "")
+	}
 	a := addition{conf: conf, store: attach.NewStore(conf.StateDir), daemon: attach.NewClient(conf.AgentSocket)}
 	a.record = attach.Record{Attachment: at, NetnsID: netns}
 	if err := a.findPrevious(); err != nil {
 		return err
+	}
+	if err := a.clearRemains(ctx); err != nil {
+		return fmt.Errorf("attaching %s: removing the rules of an unfinished ADD: %w", at, err)
 	}
 	decision, err := a.askDaemon(ctx)
 	if err != nil {
@@ -98,9 +104,11 @@ type addition struct {
 	store     attach.Store
 	daemon    *attach.Client
 	record    attach.Record
-	known     bool               // an earlier ADD recorded this attachment in this netns
+	earlier   *attach.Record     // the record of a finished ADD of this attachment in this netns; nil if there is none
+	remains   bool               // an unfinished ADD of this attachment may have left rules in this netns
 	siblings  []attach.Record    // the container's other attachments in the same netns
 	previous  *ruleset.Installed // the ruleset in the netns before this ADD; nil if there is none
+	recorded  bool               // this ADD has written a record, and may have installed rules
 	installed *ruleset.Installed // the ruleset that this ADD installed; nil if it has not
 }
 
@@ -113,8 +121,15 @@ func (a *addition) findPrevious() error {
 	}
 	a.siblings = siblings
 	inNetns := siblings
-	if r, err := a.store.Read(a.record.ID); err == nil && r.NetnsID == a.record.NetnsID {
-		a.known = true
+	r, err := a.store.Read(a.record.ID)
+	switch {
+	case err != nil:
+		a.remains = !errors.Is(err, os.ErrNotExist) // a damaged record does not tell
+	case r.NetnsID != a.record.NetnsID:
+	case r.State == attach.Adding:
+		a.remains = true
+	default:
+		a.earlier = &r
 		inNetns = append([]attach.Record{r}, siblings...)
 	}
 	for _, r := range inNetns {
@@ -124,6 +139,15 @@ func (a *addition) findPrevious() error {
 		}
 	}
 	return nil
+}
+
+// clearRemains removes the rules of an unfinished ADD, which may have used another backend than this one will. Rules
+// that the siblings share are replaced instead.
+func (a *addition) clearRemains(ctx context.Context) error {
+	if !a.remains || a.previous != nil {
+		return nil
+	}
+	return ruleset.Purge(ctx, a.record.Netns)
 }
 
 // askDaemon gets the decision, and sets the record's state by it. If the daemon is down it is unknown whether
@@ -155,9 +179,13 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 	return attach.Decision{Capture: true, Ruleset: &r}, nil
 }
 
-// carryOut installs the ruleset, then writes the record: a record never claims rules that are not installed.
+// carryOut installs the ruleset, then writes the record: a record never claims rules that are not installed. It
+// announces them first, so that DEL finds them if this process is killed in between.
 func (a *addition) carryOut(ctx context.Context, d attach.Decision) error {
 	if d.Capture {
+		if err := a.announce(); err != nil {
+			return err
+		}
 		if err := a.install(ctx, *d.Ruleset); err != nil {
 			return err
 		}
@@ -167,10 +195,28 @@ func (a *addition) carryOut(ctx context.Context, d attach.Decision) error {
 		}
 	}
 	a.record.Installed = a.installed
-	if err := a.store.Write(a.record); err != nil || a.installed == nil || len(a.siblings) == 0 {
+	if err := a.store.Write(a.record); err != nil {
 		return err
 	}
+	a.recorded = true
+	if a.installed == nil || len(a.siblings) == 0 {
+		return nil
+	}
 	return a.store.Share(a.record.ID, a.record.NetnsID, a.installed)
+}
+
+// announce records that rules may be in the netns from now on, unless an earlier record says so.
+func (a *addition) announce() error {
+	if a.earlier != nil && a.earlier.Installed != nil {
+		return nil
+	}
+	r := a.record
+	r.State = attach.Adding
+	if err := a.store.Write(r); err != nil {
+		return err
+	}
+	a.recorded = true
+	return nil
 }
 
 func (a *addition) install(ctx context.Context, r ruleset.Ruleset) error {
@@ -201,21 +247,33 @@ func (a *addition) hold(late attach.Late) error {
 	return nil
 }
 
-// undo restores the netns. A ruleset that was there before is applied again and never removed, so that there is
-// no moment without capture.
+// undo restores the netns and the record. A ruleset that was there before is applied again and never removed, so that
+// there is no moment without capture. If the rules cannot be removed, the record that announces them stays, for DEL.
 func (a *addition) undo(ctx context.Context) error {
-	ctx = context.WithoutCancel(ctx) // the error to undo may be the end of ctx
-	var errs []error
+	// The error to undo may be the end of ctx.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), callTimeout)
+	defer cancel()
+	if err := a.undoRules(ctx); err != nil {
+		return err
+	}
+	switch {
+	case a.earlier != nil && a.recorded:
+		return a.store.Write(*a.earlier)
+	case a.earlier != nil:
+		return nil
+	}
+	// The record first, as in del.
+	return errors.Join(a.store.Remove(a.record.ID), detach(ctx, a.daemon, a.record.ID))
+}
+
+func (a *addition) undoRules(ctx context.Context) error {
 	switch {
 	case a.previous != nil:
-		if _, err := ruleset.Apply(ctx, a.record.Netns, a.previous.Ruleset, a.conf.Backend, a.previous); err != nil {
-			errs = append(errs, err)
-		}
-	case a.installed != nil:
-		errs = append(errs, a.installed.Remove(ctx, a.record.Netns, nil))
+		_, err := ruleset.Apply(ctx, a.record.Netns, a.previous.Ruleset, a.conf.Backend, a.previous)
+		return err
+	case a.recorded: // an error of Apply may leave a part of them
+		return removeRules(ctx, a.record.Netns, a.installed)
+	default:
+		return nil
 	}
-	if !a.known {
-		errs = append(errs, detach(ctx, a.daemon, a.record.ID))
-	}
-	return errors.Join(errs...)
 }

@@ -46,6 +46,9 @@ func check(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) 
 	if err != nil {
 		return err
 	}
+	if r.State == attach.Adding {
+		return fmt.Errorf("%s: its ADD has not finished", r.Attachment)
+	}
 	if r.Installed == nil {
 		return nil
 	}

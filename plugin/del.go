@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"slices"
 
@@ -14,62 +15,144 @@ import (
 )
 
 func cmdDel(args *skel.CmdArgs) error {
-	conf, err := parseConf(args)
+	conf, err := confForRemoval(args)
 	if err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
 	defer cancel()
-	return del(ctx, conf, idOf(args))
+	return del(ctx, conf, idOf(args), args.Netns)
 }
 
 // del undoes an ADD. A record, ruleset or netns that is gone already is no error: the runtime repeats a DEL that
-// fails, and the pod could never be deleted.
-func del(ctx context.Context, conf *netconf.Conf, id attach.ID) error {
+// fails, and the pod could never be deleted. If the rules cannot be removed all stays as it is, for the next DEL. netns
+// is the path that the runtime names, or empty; it is needed only if there is no record.
+func del(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) error {
 	if id.Validate() != nil {
 		return nil // ADD does not accept such an ID
 	}
 	store := attach.NewStore(conf.StateDir)
-	var errs []error
 	record, err := store.Read(id)
 	switch {
 	case err == nil:
-		errs = append(errs, uninstall(ctx, store, record))
-	case !errors.Is(err, os.ErrNotExist):
-		logf("%s; its rules are not removed, but end with the netns", err)
+		announce(store, record)
+		err = uninstall(ctx, store, record)
+	case errors.Is(err, os.ErrNotExist):
+		err = uninstallUnrecorded(ctx, store, netns)
+	default:
+		logf("%s; its rules are removed by their names", err)
+		err = uninstallUnrecorded(ctx, store, netns)
+	}
+	if err != nil {
+		return fmt.Errorf("detaching %s: %w", id, err)
 	}
 	// First the record, then the daemon: a daemon that starts in between must not find the record and take on the pod.
-	errs = append(errs, store.Remove(id))
-	errs = append(errs, detach(ctx, attach.NewClient(conf.AgentSocket), id))
-	return errors.Join(errs...)
+	return errors.Join(store.Remove(id), detach(ctx, attach.NewClient(conf.AgentSocket), id))
+}
+
+// announce writes into the record that its rules go: the daemon would restore them.
+func announce(store attach.Store, r attach.Record) {
+	if r.Installed == nil {
+		return
+	}
+	r.State = attach.Removing
+	if err := store.Write(r); err != nil {
+		logf("detaching %s: %s", r.Attachment, err) // such as on a full disk; if rules are restored, the next DEL removes them
+	}
 }
 
 // uninstall removes the rules from a netns that outlives its last attachment. While the container has other
 // attachments in the netns, it only removes the interface of r from the rules.
 func uninstall(ctx context.Context, store attach.Store, r attach.Record) error {
-	if r.Installed == nil {
-		return nil
-	}
 	netns, err := attach.IdentifyNetns(r.Netns)
 	if errors.Is(err, attach.ErrNetnsGone) || err == nil && netns != r.NetnsID {
 		return nil // its rules are gone with it
 	}
+	if r.Installed == nil && r.State != attach.Adding {
+		return uninstallUnrecorded(ctx, store, r.Netns) // the daemon may have been killed while it captured the pod
+	}
 	siblings, err := store.Siblings(r.ID, r.NetnsID)
 	if err != nil {
-		return err
+		logf("detaching %s: %s", r.Attachment, err) // a damaged record: no other verb can do anything with it either
 	}
-	if len(siblings) == 0 {
-		return r.Installed.Remove(ctx, r.Netns, nil)
+	for _, s := range siblings {
+		if s.Installed != nil {
+			return withdraw(ctx, store, r, *s.Installed)
+		}
 	}
-	others := r.Installed.Ruleset
+	if slices.ContainsFunc(siblings, func(s attach.Record) bool { return s.State == attach.Adding }) {
+		return nil // the last of them removes the rules
+	}
+	return removeRules(ctx, r.Netns, r.Installed)
+}
+
+// withdraw removes the interface of r from the rules that the container's other attachments share.
+func withdraw(ctx context.Context, store attach.Store, r attach.Record, shared ruleset.Installed) error {
+	others := shared.Ruleset
 	others.Interfaces = slices.DeleteFunc(slices.Clone(others.Interfaces), func(name string) bool {
 		return name == r.IfName
 	})
-	installed, err := ruleset.Apply(ctx, r.Netns, others, r.Installed.Backend, r.Installed)
+	installed, err := ruleset.Apply(ctx, r.Netns, others, shared.Backend, &shared)
 	if err != nil {
 		return err
 	}
-	return store.Share(r.ID, r.NetnsID, &installed)
+	if err := store.Share(r.ID, r.NetnsID, &installed); err != nil {
+		// Such as on a full disk. The records still lead to the rules, and name one interface too many.
+		logf("detaching %s: %s", r.Attachment, err)
+	}
+	return nil
+}
+
+// removeRules removes the rules from a netns. installed is nil if an ADD has not finished. Without the tools that
+// installed them, the rules of iptables-nft can be removed nevertheless.
+func removeRules(ctx context.Context, netns string, installed *ruleset.Installed) error {
+	if installed == nil {
+		return ruleset.Purge(ctx, netns)
+	}
+	err := installed.Remove(ctx, netns, nil)
+	if err == nil {
+		return nil
+	}
+	if purged := ruleset.Purge(ctx, netns); purged != nil {
+		return errors.Join(err, purged)
+	}
+	logf("%s; removed by their names", err)
+	return nil
+}
+
+// uninstallUnrecorded removes the rules of sluice from a netns, unless another attachment there has them. The netns of
+// nearly every pod without a record is that of an excluded pod, and has none.
+func uninstallUnrecorded(ctx context.Context, store attach.Store, netns string) error {
+	if netns == "" {
+		return nil
+	}
+	id, err := attach.IdentifyNetns(netns)
+	if errors.Is(err, attach.ErrNetnsGone) {
+		return nil
+	}
+	if err == nil {
+		err = id.CheckNotNode() // a node may be a captured pod of another node
+	}
+	found := false
+	if err == nil {
+		found, err = ruleset.Leftover(ctx, netns)
+	}
+	if !found {
+		if err != nil {
+			logf("looking for rules in netns %s: %s", netns, err) // no reason to keep a pod that has none
+		}
+		return nil
+	}
+	records, err := store.List()
+	if err != nil {
+		logf("%s", err)
+	}
+	for _, r := range records {
+		if r.NetnsID == id && (r.Installed != nil || r.State == attach.Adding) {
+			return nil
+		}
+	}
+	return ruleset.Purge(ctx, netns)
 }
 
 // detach tells the daemon that the attachment is gone. A daemon that is down is no error: when it starts, it finds

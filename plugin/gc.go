@@ -11,7 +11,7 @@ import (
 )
 
 func cmdGC(args *skel.CmdArgs) error {
-	conf, err := parseConf(args)
+	conf, err := confForRemoval(args, "cni.dev/valid-attachments")
 	if err != nil {
 		return err
 	}
@@ -30,7 +30,7 @@ func gc(ctx context.Context, conf *netconf.Conf) error {
 	errs := []error{err}
 	for _, r := range records {
 		if r.Network == conf.Name && !valid[r.ID] {
-			errs = append(errs, del(ctx, conf, r.ID))
+			errs = append(errs, del(ctx, conf, r.ID, r.Netns))
 		}
 	}
 	return errors.Join(errs...)

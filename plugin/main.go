@@ -26,24 +26,28 @@ func main() {
 	_ = os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin")
 	skel.PluginMainFuncs(
 		skel.CNIFuncs{Add: cmdAdd, Del: cmdDel, Check: cmdCheck, GC: cmdGC, Status: cmdStatus},
-		version.PluginSupports("0.3.1", "0.4.0", "1.0.0", "1.1.0"),
+		version.PluginSupports(netconf.Versions...),
 		"sluice "+gitVersion+": captures pods' TCP for the node's proxy",
 	)
 }
 
-// parseConf accepts values that validConf rejects, since DEL and GC have to undo the ADDs of older configurations.
-func parseConf(args *skel.CmdArgs) (*netconf.Conf, error) {
-	conf, err := netconf.Parse(args.StdinData)
+// confForRemoval ignores the keys that DEL and GC do not need, except for those in needed: a pod whose DEL fails stays
+// Terminating.
+func confForRemoval(args *skel.CmdArgs, needed ...string) (*netconf.Conf, error) {
+	conf, ignored, err := netconf.ParseForRemoval(args.StdinData, needed...)
 	if err != nil {
 		return nil, types.NewError(types.ErrDecodingFailure, err.Error(), "")
+	}
+	for _, err := range ignored {
+		logf("ignored: %s", err)
 	}
 	return conf, nil
 }
 
 func validConf(args *skel.CmdArgs) (*netconf.Conf, error) {
-	conf, err := parseConf(args)
+	conf, err := netconf.Parse(args.StdinData)
 	if err != nil {
-		return nil, err
+		return nil, types.NewError(types.ErrDecodingFailure, err.Error(), "")
 	}
 	if err := conf.Validate(); err != nil {
 		return nil, types.NewError(types.ErrInvalidNetworkConfig, err.Error(), "")

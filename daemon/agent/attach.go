@@ -3,6 +3,7 @@ package agent
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/optin"
@@ -30,6 +31,11 @@ func (a *Agent) attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 		return attach.Decision{}, &attach.RefusedError{
 			Message: err.Error(), Final: errors.Is(err, attach.ErrNetnsGone),
 		}
+	}
+	if err := id.CheckNotNode(); err != nil {
+		err = fmt.Errorf("netns %s: %w", at.Netns, err)
+		a.log.Warn("attachment refused", "attachment", at.String(), "err", err)
+		return attach.Decision{}, &attach.RefusedError{Message: err.Error(), Final: true}
 	}
 	e := a.enter(at.ID, id)
 	defer e.Leave()

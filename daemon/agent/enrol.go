@@ -41,10 +41,14 @@ func (a *Agent) enrol(ctx context.Context) {
 		a.log.Error("the netns of running pods cannot be searched", "err", err)
 	}
 	for _, at := range found {
-		if err := a.enrolOne(ctx, at); err != nil {
-			a.log.Error("running pod cannot be captured yet; trying again", "pod", at.Pod.String(), "err", err)
-			a.events.report(at.Pod, true, reasonNotCaptured, err.Error())
+		err := a.enrolOne(ctx, at)
+		if err == nil {
+			continue
 		}
+		if !errors.Is(err, attach.ErrNodeNetns) { // that stays as it is; the event is made once
+			a.log.Error("running pod cannot be captured yet; trying again", "pod", at.Pod.String(), "err", err)
+		}
+		a.events.report(at.Pod, true, reasonNotCaptured, err.Error())
 	}
 }
 
@@ -52,6 +56,9 @@ func (a *Agent) enrolOne(ctx context.Context, at attach.Attachment) error {
 	id, err := attach.IdentifyNetns(at.Netns)
 	if err != nil {
 		return err
+	}
+	if err := id.CheckNotNode(); err != nil {
+		return fmt.Errorf("netns %s: %w", at.Netns, err)
 	}
 	e := a.table.Enter(id)
 	defer e.Leave()

@@ -294,3 +294,31 @@ func TestLongWaitsAreReported(t *testing.T) {
 		t.Error("not reported when the wait was long")
 	}
 }
+
+// TestNodeIsNotEnrolled: a netns in /run/netns may be the node's own. The thread's netns stands for that.
+func TestNodeIsNotEnrolled(t *testing.T) {
+	t.Parallel()
+	node := testbed.NewHost(t, "node")
+	const ip = "203.0.113.5" // no other test has a pod with this address
+	node.IP("link", "add", "eth0", "type", "veth", "peer", "name", "nowhere")
+	node.IP("addr", "add", ip+"/32", "dev", "eth0")
+	o := newOrchestrator()
+	o.set(capture, optin.Running{
+		Pod: attach.Pod{Namespace: "ci", Name: "host-0", UID: "9ab2"}, IPs: []netip.Addr{netip.MustParseAddr(ip)},
+		Facts: optin.Facts{Labels: map[string]string{optin.Label: "true"}},
+	})
+	a := newAgentFor(t, o)
+	for range 2 {
+		if err := node.Do(func() error { a.Reconsider(t.Context()); return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if s := a.table.Status(); len(s) > 0 || listening(t, node) || node.Traces() != "" {
+		t.Errorf("got attachments %+v, traces %q; want the node untouched", s, node.Traces())
+	}
+	want := []string{"ci/host-0 true SluiceNotCaptured: netns " + node.Path() + ": " + attach.ErrNodeNetns.Error() +
+		": sluice runs in it"}
+	if diff := cmp.Diff(want, o.events); diff != "" {
+		t.Errorf("events (-want +got):\n%s", diff)
+	}
+}

@@ -80,9 +80,20 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record, s scope) error {
 	if err != nil {
 		return err
 	}
+	if err := now.CheckNotNode(); err != nil {
+		return a.dropNode(ctx, r, err)
+	}
 	e := a.enter(r.ID, r.NetnsID)
 	defer e.Leave()
-	if a.settler.wasDeleted(r) {
+	if a.settler.isEnding(r) {
+		return nil
+	}
+	if r.State == attach.Adding {
+		// Its ADD goes on and writes another record, or it was killed and DEL removes its rules. An attachment that this
+		// daemon has decided about stays as decided: ADD may have succeeded since the record was read.
+		if _, known := e.Record(r.ID); !known {
+			e.Add(r)
+		}
 		return nil
 	}
 	e.Add(r) // the record may say more than the attachment did
@@ -95,6 +106,19 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record, s scope) error {
 		return nil
 	}
 	return a.settler.settle(ctx, e, r)
+}
+
+// dropNode removes a record that claims the node's own netns, with its rules: older versions captured there.
+func (a *Agent) dropNode(ctx context.Context, r attach.Record, reason error) error {
+	if r.Installed != nil {
+		if err := r.Installed.Remove(ctx, r.Netns, nil); err != nil {
+			return err
+		}
+	}
+	a.log.Warn("record removed, and its rules: it is not of a pod", "attachment", r.String(), "netns", r.Netns,
+		"err", reason)
+	a.forget(r.ID)
+	return a.store.Remove(r.ID)
 }
 
 // reopen opens the gate of a pod that was captured before. After a grace period it evicts another process that holds

@@ -94,6 +94,52 @@ func TestReconcileCompletesAnAttachment(t *testing.T) {
 	}
 }
 
+// TestReconcileLeavesAnUnfinishedADD to the plugin: it opens no gate, and does not take it for a capture.
+func TestReconcileLeavesAnUnfinishedADD(t *testing.T) {
+	t.Parallel()
+	for name, decide := range map[string]decide{"captured": capture, "not captured": pass, "unknown": unknown} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := testbed.NewHost(t, "pod")
+			a := newAgent(t, decide)
+			r := a.write(t, h, attach.Adding, nil)
+			for range 2 {
+				a.Reconsider(t.Context())
+				s, ok := a.statusOf(r.ID)
+				if !ok || s.State != attach.Adding || len(s.Notes) != 1 || listening(t, h) || h.Traces() != "" {
+					t.Errorf("got %+v, traces %q; want an unfinished ADD, and the netns untouched", s, h.Traces())
+				}
+				if got, err := a.store.Read(r.ID); err != nil || got.State != attach.Adding {
+					t.Errorf("the record is %+v, %v; want it unchanged", got, err)
+				}
+			}
+			h.Delete()
+			a.Reconcile(t.Context())
+			checkRecord(t, a, r.ID, false)
+		})
+	}
+}
+
+// TestReconcileDuringAnADD that the agent has decided about: its gate stays open, and the next record completes it.
+func TestReconcileDuringAnADD(t *testing.T) {
+	t.Parallel()
+	h := testbed.NewHost(t, "pod")
+	a := newAgent(t, capture)
+	if _, err := a.Attach(t.Context(), attachment(h, "eth0")); err != nil {
+		t.Fatal(err)
+	}
+	for _, step := range []struct {
+		state attach.State
+		in    *ruleset.Installed
+	}{{attach.Adding, nil}, {attach.Captured, installed()}} {
+		r := a.write(t, h, step.state, step.in)
+		a.Reconsider(t.Context())
+		if s, ok := a.statusOf(r.ID); !ok || s.State != attach.Captured || !listening(t, h) {
+			t.Errorf("%s: got %+v, listening %t; want it captured with its gate open", step.state, s, listening(t, h))
+		}
+	}
+}
+
 func TestReconcileRemovesRecordsOfGoneNetns(t *testing.T) {
 	t.Parallel()
 	for name, replaced := range map[string]bool{"gone": false, "replaced at the same path": true} {

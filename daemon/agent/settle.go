@@ -76,7 +76,7 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	r.State = d.State()
 	s.log.Info("attachment settled", "attachment", r.String(), "previousState", string(previous),
 		"state", string(r.State), "reason", d.Reason)
-	if s.wasDeleted(r) {
+	if s.isEnding(r) {
 		return nil
 	}
 	e.Add(r)
@@ -168,17 +168,14 @@ func (s *settler) removeRules(ctx context.Context, e *endpoint.Endpoint, r attac
 	}
 	r.Installed = nil
 	e.Add(r)
-	if s.wasDeleted(r) {
+	if s.isEnding(r) {
 		return nil
 	}
 	return s.store.Write(r)
 }
 
-// wasDeleted reports whether a DEL has removed the record meanwhile.
-func (s *settler) wasDeleted(r attach.Record) bool {
-	_, err := s.store.Read(r.ID)
-	return errors.Is(err, os.ErrNotExist)
-}
-
 // isEnding reports whether a DEL has begun to remove the attachment, or has removed it.
-func (s *settler) isEnding(r attach.Record) bool { return s.wasDeleted(r) }
+func (s *settler) isEnding(r attach.Record) bool {
+	stored, err := s.store.Read(r.ID)
+	return errors.Is(err, os.ErrNotExist) || err == nil && stored.State == attach.Removing
+}

@@ -77,6 +77,9 @@ func (s Snapshot) Status() attach.AttachmentStatus {
 			a.Stopped[string(sender)] = n
 		}
 	}
+	if r.State == attach.Adding {
+		a.Notes = append(a.Notes, "its ADD has not finished")
+	}
 	if r.State == attach.Captured && s.policy.Policy == attach.Direct && s.policy.Timeout > 0 {
 		a.Notes = append(a.Notes, fmt.Sprintf(
 			"direct: connections go around the upstream when it is late by more than %s", s.policy.Timeout))

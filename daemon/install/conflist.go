@@ -6,8 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
+	"strings"
 
 	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/version"
+
+	"github.com/sluice-cni/sluice/plugin/netconf"
 )
 
 // pluginType is the "type" of sluice's entry, and so the name of its binary.
@@ -182,6 +187,44 @@ func checkNothingFollows(text []byte) error {
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
 		return errors.New("unexpected text after the JSON object")
+	}
+	return nil
+}
+
+// errVersion means that the plugin does not serve the CNI version of the network configuration.
+var errVersion = errors.New("sluice does not serve its CNI version")
+
+// checkVersion returns errVersion if a runtime may call the plugins of the configuration text with a version that the
+// plugin does not serve: every ADD and DEL on the node would fail then. Runtimes take the newest of cniVersions and
+// cniVersion that they know themselves, and older ones only know cniVersion. Without one they take 0.1.0 or 0.2.0.
+func checkVersion(text []byte) error {
+	var keys map[string]json.RawMessage // by their exact names, as runtimes find them
+	if err := json.Unmarshal(text, &keys); err != nil {
+		return err
+	}
+	var single string
+	var several []string
+	for key, v := range map[string]any{"cniVersion": &single, "cniVersions": &several} {
+		if raw, ok := keys[key]; ok {
+			if err := json.Unmarshal(raw, v); err != nil {
+				return fmt.Errorf("%s: %w", key, err)
+			}
+		}
+	}
+	served := netconf.Versions
+	advice := fmt.Sprintf("set cniVersion to the newest of %s that the runtime and the other plugins support",
+		strings.Join(served, ", "))
+	switch {
+	case single == "":
+		return fmt.Errorf("%w: it has no cniVersion; %s", errVersion, advice)
+	case !slices.Contains(served, single):
+		return fmt.Errorf("%w: cniVersion is %q; %s", errVersion, single, advice)
+	}
+	for _, v := range several {
+		if newer, err := version.GreaterThan(v, served[len(served)-1]); newer || err != nil {
+			return fmt.Errorf("%w: cniVersions has %q; remove it from the list, or install a sluice that serves it",
+				errVersion, v)
+		}
 	}
 	return nil
 }

@@ -46,7 +46,8 @@ type Installer struct {
 
 // Install installs the plugin, and returns the paths of the files that it had to write: none if all is in place. After
 // it the network configuration that the runtime chooses has the entry, and no other one has it. The error is
-// ErrNoNetwork if there is none to choose.
+// ErrNoNetwork if there is none to choose. A configuration with a CNI version that the plugin does not serve is an
+// error, and stays or becomes as its owner wrote it, without the entry.
 func (i Installer) Install() (written []string, err error) {
 	unlock, err := lock(i.StateDir)
 	if err != nil {
@@ -71,6 +72,14 @@ func (i Installer) installLocked() (written []string, err error) {
 	primary, err := i.primary()
 	if err != nil {
 		return written, err
+	}
+	text, err := os.ReadFile(primary)
+	if err != nil {
+		return written, err
+	}
+	if err := checkVersion(text); err != nil {
+		// With an entry, as an older sluice or another program may have left one, no pod of the node would start.
+		return written, errors.Join(fmt.Errorf("installing into %s: %w", primary, err), i.clean(""))
 	}
 	if !isList(primary) {
 		if primary, err = i.convert(primary); err != nil {

@@ -243,6 +243,82 @@ func TestEntryIsReplaced(t *testing.T) {
 	}
 }
 
+// unserved are network configurations that no version of the plugin serves, and a part of the error for each.
+var unserved = map[string]struct{ name, text, want string }{
+	"no version": {
+		"10-a.conflist", `{"name":"n","plugins":[{"type":"x"}]}`, "it has no cniVersion",
+	},
+	"0.1.0": {
+		"10-a.conflist", `{"cniVersion":"0.1.0","name":"n","plugins":[{"type":"x"}]}`, `cniVersion is "0.1.0"`,
+	},
+	"0.2.0": {
+		"10-a.conflist", `{"cniVersion":"0.2.0","name":"n","plugins":[{"type":"x"}]}`, `cniVersion is "0.2.0"`,
+	},
+	"a newer one": {
+		"10-a.conflist", `{"cniVersion":"9.9.9","name":"n","plugins":[{"type":"x"}]}`, `cniVersion is "9.9.9"`,
+	},
+	"a newer one in the list": {
+		"10-a.conflist", `{"cniVersion":"1.0.0","cniVersions":["1.0.0","9.9.9"],"name":"n","plugins":[{"type":"x"}]}`,
+		`cniVersions has "9.9.9"`,
+	},
+	"only in the list, which older runtimes do not read": {
+		"10-a.conflist", `{"cniVersions":["1.0.0"],"name":"n","plugins":[{"type":"x"}]}`, "it has no cniVersion",
+	},
+	"no version of a single plugin": {"10-a.conf", `{"name":"n","type":"x"}`, "it has no cniVersion"},
+	"0.2.0 of a single plugin":      {"10-a.json", `{"cniVersion":"0.2.0","name":"n","type":"x"}`, `"0.2.0"`},
+}
+
+// TestUnservedVersion: with the entry, every ADD and DEL of the node would fail.
+func TestUnservedVersion(t *testing.T) {
+	t.Parallel()
+	for name, tc := range unserved {
+		files := map[string]string{tc.name: tc.text, "20-b.conflist": bridge}
+		i, _ := newNode(t, files)
+		_, err := i.Install()
+		file := filepath.Join(i.ConfDir, tc.name)
+		got := fmt.Sprint(err)
+		if !errors.Is(err, errVersion) || !strings.Contains(got, file) || !strings.Contains(got, tc.want) {
+			t.Errorf("%s: got %v, want an error with the file and %q", name, err, tc.want)
+		}
+		if got := contents(t, i); fmt.Sprint(got) != fmt.Sprint(files) {
+			t.Errorf("%s: got %q, want the files unchanged", name, got)
+		}
+	}
+}
+
+// TestServedVersions: each is installed into, also beside others that no runtime would choose.
+func TestServedVersions(t *testing.T) {
+	t.Parallel()
+	for _, version := range []string{
+		`"cniVersion":"0.3.0"`, `"cniVersion":"0.3.1"`, `"cniVersion":"0.4.0"`, `"cniVersion":"1.0.0"`,
+		`"cniVersion":"1.1.0"`, `"cniVersion":"1.0.0","cniVersions":["0.2.0","0.4.0","1.0.0","1.1.0"]`,
+	} {
+		i, _ := newNode(t, map[string]string{"10-a.conflist": `{` + version + `,"name":"n","plugins":[{"type":"x"}]}`})
+		if _, err := i.Install(); err != nil {
+			t.Errorf("%s: %v", version, err)
+		} else if got := plugins(t, i); !slices.Contains(got, pluginType) {
+			t.Errorf("%s: got the chain %v, want sluice in it", version, got)
+		}
+	}
+}
+
+// TestEntryLeavesAnUnservedVersion: another program has changed the version of a file that has the entry.
+func TestEntryLeavesAnUnservedVersion(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	const from, to = `"cniVersion": "1.0.0"`, `"cniVersion": "0.2.0"`
+	put(t, filepath.Join(i.ConfDir, "10-a.conflist"), strings.Replace(contents(t, i)["10-a.conflist"], from, to, 1))
+	if _, err := i.Install(); !errors.Is(err, errVersion) {
+		t.Errorf("got %v, want errVersion", err)
+	}
+	if got, want := contents(t, i)["10-a.conflist"], strings.Replace(bridge, from, to, 1); got != want {
+		t.Errorf("got\n%s\nwant the file without the entry:\n%s", got, want)
+	}
+}
+
 func TestNoNetwork(t *testing.T) {
 	t.Parallel()
 	for name, files := range map[string]map[string]string{
@@ -511,6 +587,13 @@ func TestKeeperInstallsAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	installedAfter("the conflist is replaced")
+	old := strings.Replace(bridge, `"1.0.0"`, `"0.2.0"`, 1)
+	put(t, main, old)
+	testbed.Eventually(t, "the Keeper says that the version is not served, and leaves the file", func() bool {
+		return errors.Is(k.Ready(), errVersion) && contents(t, i)["10-a.conflist"] == old
+	})
+	put(t, main, bridge)
+	installedAfter("the conflist has another version")
 	put(t, filepath.Join(i.ConfDir, "05-a.conf"), conf)
 	installedAfter("a conf that sorts first appears")
 	if err := os.Remove(filepath.Join(i.BinDir, "sluice")); err != nil {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"io"
 	"net"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -195,6 +196,27 @@ func TestWaitCommandCanBeInterrupted(t *testing.T) {
 }
 
 // TestHelp: every command has a usage text.
+// TestInstallRefusesUnservedVersions: with the plugin's entry, every ADD and DEL of the node would fail.
+func TestInstallRefusesUnservedVersions(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.CNIVersion = "0.2.0"
+	n.Install()
+	out, err := n.Sluiced("install", "--config="+testbed.ConfigFile(t, n.Config),
+		"--cni-conf-dir="+n.ConfDir, "--cni-bin-dir="+t.TempDir())
+	if err == nil {
+		t.Error("it ended with success")
+	}
+	testbed.WantMatch(t, out, n.ConfFile()+`.*cniVersion is "0.2.0"; set cniVersion to`)
+	if got, err := os.ReadFile(n.ConfFile()); err != nil || !bytes.Equal(got, n.Primary()) {
+		t.Errorf("the file is now %s, %v", got, err)
+	}
+	d := n.StartDaemon()
+	testbed.Eventually(t, "the daemon says why it is not ready", func() bool {
+		return strings.Contains(d.Status().NotReady, `cniVersion is "0.2.0"`)
+	})
+}
+
 func TestHelp(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)

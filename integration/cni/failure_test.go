@@ -3,6 +3,7 @@ package cni
 import (
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -10,7 +11,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestFailedAddLeavesNothing: the record cannot be written after the rules are in, so ADD takes the rules out again.
+// TestFailedAddLeavesNothing: the record that announces the rules cannot be written, so none are installed.
 func TestFailedAddLeavesNothing(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
@@ -37,6 +38,49 @@ func TestFailedAddLeavesNothing(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestDiskFullDuringAdd: the record cannot be written after the rules are in, so ADD takes the rules out again.
+func TestDiskFullDuringAdd(t *testing.T) {
+	t.Parallel()
+	for _, f := range testbed.Flavours[:2] { // nftables has no tool that could fill the disk
+		t.Run(f.Name, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.New(t)
+			n.Plugin["backend"] = f.Backend
+			d := n.StartDaemon()
+			pod := n.NewPod("unlucky")
+			f.Prepare(pod)
+			tools := t.TempDir()
+			tool, err := exec.LookPath("ip6" + strings.TrimPrefix(f.Name, "ip") + "-restore")
+			if err != nil {
+				t.Fatal(err)
+			}
+			// The log of the calls is on another disk.
+			script := fmt.Sprintf(`#!/bin/sh
+%[1]s "$@" || exit
+ls %[2]s/attachments/*.json >>%[3]s/calls
+cat /dev/zero >%[2]s/attachments/fill 2>/dev/null
+exit 0
+`, tool, n.StateDir(), tools)
+			if err := os.WriteFile(filepath.Join(tools, filepath.Base(tool)), []byte(script), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.MkdirAll(n.StateDir(), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			add := callFor(n, pod).with(func(c *call) {
+				c.path, c.setup = tools, "mount -t tmpfs -o size=32k none "+n.StateDir()
+			})
+			_, err = add.run(t, "ADD")
+			testbed.WantCNIError(t, err, 0, "recording", "no space left")
+			calls, err := os.ReadFile(filepath.Join(tools, "calls"))
+			if err != nil || !strings.Contains(string(calls), pod.ID) {
+				t.Errorf("while rules were installed the records were %q, %v; want one of the pod", calls, err)
+			}
+			wantNothing(t, d, pod, n)
+		})
 	}
 }
 

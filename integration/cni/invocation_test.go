@@ -27,6 +27,8 @@ type call struct {
 	prevResult any
 	// stdin, unless it is nil, takes the place of the configuration.
 	stdin []byte
+	// env are more variables of the environment.
+	env []string
 	// path is put before PATH.
 	path string
 	// setup is a script that runs first, in a new mount namespace with the plugin.
@@ -61,8 +63,8 @@ func resultOf(version string, addresses ...string) map[string]any {
 	return map[string]any{"cniVersion": version, "ips": ips, "dns": map[string]any{}}
 }
 
-// run returns the output of the plugin. An error is the one that it printed.
-func (c *call) run(t *testing.T, verb string) ([]byte, error) {
+// command is the run of a verb, to be started on the node.
+func (c *call) command(t *testing.T, verb string) *exec.Cmd {
 	t.Helper()
 	cmd := exec.Command(c.node.Binary("sluice"))
 	if c.setup != "" {
@@ -71,11 +73,20 @@ func (c *call) run(t *testing.T, verb string) ([]byte, error) {
 	}
 	cmd.Env = append(os.Environ(), "CNI_COMMAND="+verb, "CNI_CONTAINERID="+c.containerID, "CNI_NETNS="+c.netns,
 		"CNI_IFNAME="+c.ifName, "CNI_ARGS="+c.args, "CNI_PATH="+c.node.Binaries())
+	cmd.Env = append(cmd.Env, c.env...)
 	if c.path != "" {
 		cmd.Env = append(cmd.Env, "PATH="+c.path+":"+os.Getenv("PATH"))
 	}
+	cmd.Stdin = bytes.NewReader(c.input(t))
+	return cmd
+}
+
+// run returns the output of the plugin. An error is the one that it printed.
+func (c *call) run(t *testing.T, verb string) ([]byte, error) {
+	t.Helper()
+	cmd := c.command(t, verb)
 	var out, log bytes.Buffer
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(c.input(t)), &out, &log
+	cmd.Stdout, cmd.Stderr = &out, &log
 	if err := c.node.Start(cmd); err != nil {
 		t.Fatalf("starting the plugin: %v", err)
 	}

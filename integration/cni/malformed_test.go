@@ -3,6 +3,7 @@ package cni
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"strings"
 	"testing"
@@ -114,6 +115,88 @@ func TestMalformedNetworkConfiguration(t *testing.T) {
 	}
 }
 
+// wronglyTyped are keys of the entry with a value of another type. ADD and CHECK name the key and the value.
+var wronglyTyped = map[string]any{
+	"includeNamespaces": "ci", "excludeNamespaces": "x", "onDaemonDown": true, "backend": 7,
+	"statusNeedsUpstream": "yes", "capabilities": []string{"x"}, "ipam": "host-local", "dns": 1,
+	"prevResult":    "10.0.0.1",
+	"runtimeConfig": map[string]any{"io.kubernetes.cri.pod-annotations": []string{"x"}},
+}
+
+// TestDelIgnoresWronglyTypedKeys: it does not need them, and a pod whose DEL fails stays Terminating. ADD and CHECK
+// refuse them.
+func TestDelIgnoresWronglyTypedKeys(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	d := n.StartDaemon()
+	pod := n.NewPod("typed")
+	valid := callFor(n, pod)
+	for key, value := range wronglyTyped {
+		t.Run(key, func(t *testing.T) {
+			valid.must(t, "ADD")
+			wrong := valid.with(func(c *call) {
+				c.conf = map[string]any{key: value}
+				if key == "prevResult" {
+					c.prevResult = nil
+				}
+			})
+			for _, verb := range []string{"ADD", "CHECK"} {
+				_, err := wrong.run(t, verb)
+				testbed.WantCNIError(t, err, 6, key)
+			}
+			wrong.must(t, "DEL")
+			testbed.WantNoTraces(t, n, pod.Host)
+			if s := d.Status(); len(s.Attachments) > 0 {
+				t.Errorf("the daemon still has %s", testbed.JSON(s.Attachments))
+			}
+		})
+	}
+}
+
+// TestDelFallsBackToDefaultPaths if it cannot read those of the entry. Here nothing is at the defaults.
+func TestDelFallsBackToDefaultPaths(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	pod := n.NewPod("typed")
+	for key, value := range map[string]any{"agentSocket": 7, "stateDir": []string{"/run/sluice"}} {
+		// Other tests may run where the defaults are in use.
+		const nothingThere = "mount -t tmpfs none /run"
+		wrong := callFor(n, pod).with(func(c *call) { c.conf = map[string]any{key: value} })
+		_, err := wrong.run(t, "ADD")
+		testbed.WantCNIError(t, err, 6, key)
+		wrong.netns, wrong.setup = "", nothingThere
+		wrong.must(t, "DEL")
+	}
+}
+
+// TestGCIgnoresWronglyTypedKeys, except for the list of valid attachments: without it GC would delete them all.
+func TestGCIgnoresWronglyTypedKeys(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.StartDaemon()
+	valid, stale := n.AddPod("valid"), n.AddPod("stale")
+	gc := callFor(n, valid).with(func(c *call) {
+		c.containerID, c.netns, c.ifName, c.args, c.prevResult = "", "", "", "", nil
+		c.conf = map[string]any{"cniVersion": "1.1.0"}
+		maps.Copy(c.conf, wronglyTyped)
+	})
+	const list = "cni.dev/valid-attachments"
+	for _, wrong := range []any{"all", []any{map[string]any{"containerID": 7}}} {
+		gc.conf[list] = wrong
+		_, err := gc.run(t, "GC")
+		testbed.WantCNIError(t, err, 6, list)
+		if got := len(n.Records()); got != 2 {
+			t.Fatalf("%d records are left, want both", got)
+		}
+	}
+	gc.conf[list] = []map[string]string{{"containerID": valid.ID, "ifname": "eth0"}}
+	gc.must(t, "GC")
+	if r := n.Records(); len(r) != 1 || r[0].ContainerID != valid.ID {
+		t.Errorf("left on disk: %s", testbed.JSON(r))
+	}
+	testbed.WantNoTraces(t, n, stale.Host)
+}
+
 func TestMalformedArgs(t *testing.T) {
 	t.Parallel()
 	r := newRefusing(t)
@@ -223,6 +306,11 @@ func TestMalformedRequests(t *testing.T) {
 			"a netns that is a file", "POST", attachments,
 			with(func(a *attach.Attachment) { a.Netns = r.node.Binary("sluice") }),
 			422, "netns",
+		},
+		{
+			"the node's own netns", "POST", attachments,
+			with(func(a *attach.Attachment) { a.Netns = r.node.Path() }),
+			422, "node's own network namespace",
 		},
 		{
 			"a path as a container ID", "POST", attachments,

@@ -96,7 +96,9 @@ func TestTexts(t *testing.T) {
 			}
 		}
 	}
-	states := []string{string(attach.Captured), string(attach.Provisional), string(attach.Passed)}
+	states := []string{
+		string(attach.Captured), string(attach.Provisional), string(attach.Passed), string(attach.Adding),
+	}
 	page.Compare(t, "states", p.Table(t, "States", "state"), states)
 }
 

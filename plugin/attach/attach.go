@@ -117,9 +117,14 @@ type State string
 
 // The states.
 const (
+	// Adding means that an ADD has begun to install rules and has not finished. It may have been killed, so any part of
+	// the rules may be there.
+	Adding      State = "adding"
 	Captured    State = "captured"
 	Provisional State = "provisional" // captured until the daemon has decided
 	Passed      State = "not captured"
+	// Removing means that a DEL has begun to remove rules and has not finished.
+	Removing State = "removing"
 )
 
 // Record is an attachment on disk, for the next daemon, for DEL, CHECK and GC.
@@ -127,7 +132,7 @@ type Record struct {
 	Attachment
 	NetnsID NetnsID `json:"netnsID"`
 	State   State   `json:"state"`
-	// Installed is nil if no ruleset was installed.
+	// Installed is nil if no ruleset was installed, or none to its end.
 	Installed *ruleset.Installed `json:"installed,omitempty"`
 }
 

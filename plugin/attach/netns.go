@@ -61,6 +61,26 @@ func StatNetns(path string) (NetnsID, error) {
 // SameFile compares device and inode, but not the cookie.
 func (id NetnsID) SameFile(other NetnsID) bool { return id.Dev == other.Dev && id.Ino == other.Ino }
 
+// ErrNodeNetns is the error for the network namespace of the node, in which sluice captures nothing: it would capture
+// the node's own connections, and those of the proxy would come back to the proxy until it has no descriptors left.
+var ErrNodeNetns = errors.New("this is the node's own network namespace, and only a pod's own can be captured")
+
+// CheckNotNode returns ErrNodeNetns if id is the netns of the calling thread, or of process 1.
+func (id NetnsID) CheckNotNode() error {
+	own, err := StatNetns("/proc/thread-self/ns/net") // not /proc/self: its thread may be in a pod's netns for a moment
+	if err != nil {
+		return err
+	}
+	if id.SameFile(own) {
+		return fmt.Errorf("%w: sluice runs in it", ErrNodeNetns)
+	}
+	// A process without privileges over process 1 may not look.
+	if init, err := StatNetns("/proc/1/ns/net"); err == nil && id.SameFile(init) {
+		return fmt.Errorf("%w: process 1 runs in it", ErrNodeNetns)
+	}
+	return nil
+}
+
 // gone adds ErrNetnsGone to errors that mean it.
 func gone(err error) error {
 	var missing ns.NSPathNotExistErr

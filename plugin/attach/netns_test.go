@@ -57,6 +57,40 @@ func TestIdentifyNetnsRecreatedAtTheSamePath(t *testing.T) {
 	t.Logf("%d netns had %d inodes", times, len(inodes))
 }
 
+// TestCheckNotNode in a netns that stands for the node's.
+func TestCheckNotNode(t *testing.T) {
+	t.Parallel()
+	node, pod := testbed.NewHost(t, "node"), testbed.NewHost(t, "pod")
+	mount := filepath.Join(t.TempDir(), "netns")
+	if err := os.WriteFile(mount, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	testbed.Run(t, "mount", "--bind", node.Path(), mount)
+	t.Cleanup(func() { testbed.Run(t, "umount", mount) })
+	own := identify(t, node.Path())
+	type netns struct {
+		id   attach.NetnsID
+		node bool
+	}
+	cases := map[string]netns{
+		"its own netns": {own, true}, "at another path": {identify(t, mount), true},
+		"without the cookie": {attach.NetnsID{Dev: own.Dev, Ino: own.Ino}, true},
+		"that of a pod":      {identify(t, pod.Path()), false},
+	}
+	if init, err := attach.IdentifyNetns("/proc/1/ns/net"); err == nil { // it takes privileges over process 1
+		cases["that of process 1"] = netns{init, true}
+	}
+	for name, tc := range cases {
+		err := node.Do(tc.id.CheckNotNode)
+		if got := errors.Is(err, attach.ErrNodeNetns); got != tc.node || err != nil && !got {
+			t.Errorf("%s: got %v, want ErrNodeNetns %t", name, err, tc.node)
+		}
+	}
+	if err := pod.Do(own.CheckNotNode); err != nil {
+		t.Errorf("from another netns: got %v, want no error", err)
+	}
+}
+
 func TestIdentifyNetnsGone(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()

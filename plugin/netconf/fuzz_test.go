@@ -8,7 +8,8 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// FuzzParse: for every input of a runtime, Parse returns an error or a usable configuration.
+// FuzzParse: for every input of a runtime, Parse returns an error or a usable configuration, and ParseForRemoval
+// accepts at least as much.
 func FuzzParse(f *testing.F) {
 	for _, seed := range []string{
 		`{}`,
@@ -23,9 +24,16 @@ func FuzzParse(f *testing.F) {
 		f.Add([]byte(seed))
 	}
 	f.Fuzz(func(t *testing.T, stdin []byte) {
+		forRemoval, ignored, rerr := ParseForRemoval(stdin)
+		if rerr == nil && (forRemoval.AgentSocket[0] != '/' || forRemoval.StateDir[0] != '/') {
+			t.Errorf("ParseForRemoval took the paths %q and %q", forRemoval.AgentSocket, forRemoval.StateDir)
+		}
 		c, err := Parse(stdin)
 		if err != nil {
 			return
+		}
+		if rerr != nil || c.Validate() == nil && len(ignored) > 0 {
+			t.Errorf("Parse accepts it, and ParseForRemoval says %v and %v", ignored, rerr)
 		}
 		_ = c.Excluded("default")
 		for key := range c.Annotations() {

@@ -24,6 +24,10 @@ import (
 // PodAnnotations is the capability with which a plugin asks containerd for the pod's annotations.
 const PodAnnotations = "io.kubernetes.cri.pod-annotations"
 
+// Versions are the versions of the CNI specification that the plugin serves, the oldest first. 0.1.0 and 0.2.0 have
+// another format of results, and know no chains of plugins.
+var Versions = []string{"0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"}
+
 // Values of the key `onDaemonDown`: the treatment of a pod with unknown labels, since the daemon is down.
 const (
 	Hold = "hold" // ADD captures the pod until its labels are known
@@ -72,8 +76,59 @@ var specKeys = []string{
 const reservedPrefix = "cni.dev/"
 
 // Parse reads the configuration that a runtime writes to a plugin's standard input, and fills in the defaults. It
-// accepts values that Validate rejects: DEL must be able to undo an ADD that was made with an older configuration.
+// accepts values that Validate rejects.
 func Parse(stdin []byte) (*Conf, error) {
+	c, err := parseObject(stdin)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.decode(stdin); err != nil {
+		return nil, fmt.Errorf("network configuration: %w", err)
+	}
+	if err := version.ParsePrevResult(&c.PluginConf); err != nil {
+		return nil, fmt.Errorf("network configuration: prevResult: %w", err)
+	}
+	return c, nil
+}
+
+// ParseForRemoval is Parse for DEL and GC, which have to undo the ADDs of older configurations. A value of the wrong
+// type, or a path that is not absolute, is in ignored, and the default takes its place. Only for a needed key is it an
+// error. prevResult is not read.
+func ParseForRemoval(stdin []byte, needed ...string) (c *Conf, ignored []error, err error) {
+	if c, err = parseObject(stdin); err != nil {
+		return nil, nil, err
+	}
+	for _, key := range slices.Sorted(maps.Keys(c.raw)) {
+		if key == "prevResult" {
+			continue // it describes interfaces and addresses, of which nothing is removed
+		}
+		one, err := json.Marshal(map[string]json.RawMessage{key: c.raw[key]})
+		if err != nil {
+			return nil, nil, fmt.Errorf("network configuration: %s: %w", key, err)
+		}
+		switch err := c.decode(one); {
+		case err != nil && slices.Contains(needed, key):
+			return nil, nil, fmt.Errorf("network configuration: %w", err)
+		case err != nil:
+			ignored = append(ignored, fmt.Errorf("network configuration: %w", err))
+		}
+	}
+	for _, p := range []struct {
+		key      string
+		path     *string
+		fallback string
+	}{{"agentSocket", &c.AgentSocket, attach.DefaultSocket}, {"stateDir", &c.StateDir, attach.DefaultStateDir}} {
+		if !filepath.IsAbs(*p.path) {
+			ignored = append(ignored,
+				fmt.Errorf("network configuration: %s: %q is not an absolute path", p.key, *p.path))
+			*p.path = p.fallback
+		}
+	}
+	return c, ignored, nil
+}
+
+// parseObject returns the defaults, and the keys of the configuration as they came in.
+func parseObject(stdin []byte) (*Conf, error) {
 	c := &Conf{
 		AgentSocket:       attach.DefaultSocket,
 		StateDir:          attach.DefaultStateDir,
@@ -88,19 +143,18 @@ func Parse(stdin []byte) (*Conf, error) {
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
 		return nil, errors.New("network configuration: trailing data after the JSON object")
 	}
-	if err := json.Unmarshal(stdin, c); err != nil {
-		var wrong *json.UnmarshalTypeError
-		if errors.As(err, &wrong) && wrong.Field != "" {
-			key, _, _ := strings.Cut(strings.TrimPrefix(wrong.Field, "PluginConf."), ".")
-			value := compact(c.raw[key])
-			return nil, fmt.Errorf("network configuration: %s: %s is not a %s", wrong.Field, value, kind(wrong))
-		}
-		return nil, fmt.Errorf("network configuration: %w", err)
-	}
-	if err := version.ParsePrevResult(&c.PluginConf); err != nil {
-		return nil, fmt.Errorf("network configuration: prevResult: %w", err)
-	}
 	return c, nil
+}
+
+// decode sets the fields of c. Its error names the key and the value; a field of another type keeps its value.
+func (c *Conf) decode(object []byte) error {
+	err := json.Unmarshal(object, c)
+	var wrong *json.UnmarshalTypeError
+	if errors.As(err, &wrong) && wrong.Field != "" {
+		key, _, _ := strings.Cut(strings.TrimPrefix(wrong.Field, "PluginConf."), ".")
+		return fmt.Errorf("%s: %s is not a %s", wrong.Field, compact(c.raw[key]), kind(wrong))
+	}
+	return err
 }
 
 // compact returns a value for an error text, unless it is too long for one.

@@ -96,7 +96,53 @@ func TestParseErrors(t *testing.T) {
 	}
 }
 
-// TestValidateErrors: each error names the key and the value. Parse accepts all of these, so that DEL works.
+func TestParseForRemoval(t *testing.T) {
+	t.Parallel()
+	const defaultSocket, defaultDir = attach.DefaultSocket, attach.DefaultStateDir
+	for _, tc := range []struct {
+		stdin, socket, dir string
+		ignored            []string // a part of each
+	}{
+		{`{}`, defaultSocket, defaultDir, nil},
+		{`{"agentSocket": "/s", "stateDir": "/d"}`, "/s", "/d", nil},
+		{`{"agentSocket": 7, "stateDir": "/d"}`, defaultSocket, "/d", []string{"agentSocket: 7 is not a string"}},
+		{`{"agentSocket": "/s", "stateDir": ["/d"]}`, "/s", defaultDir, []string{`stateDir: ["/d"] is not a string`}},
+		{`{"agentSocket": "s", "stateDir": ""}`, defaultSocket, defaultDir, []string{
+			`agentSocket: "s" is not an absolute path`, `stateDir: "" is not an absolute path`,
+		}},
+		{`{"stateDir": "/d", "excludeNamespaces": "x", "backend": 7}`, defaultSocket, "/d", []string{
+			"backend: 7 is not a string", `excludeNamespaces: "x" is not a list of strings`,
+		}},
+		{`{"cniVersion": "1.0.0", "prevResult": "x"}`, defaultSocket, defaultDir, nil},
+		{`{"typo": 1, "onDaemonDown": "pray"}`, defaultSocket, defaultDir, nil},
+	} {
+		c, ignored, err := ParseForRemoval([]byte(tc.stdin))
+		if err != nil {
+			t.Errorf("%s: %v", tc.stdin, err)
+			continue
+		}
+		if c.AgentSocket != tc.socket || c.StateDir != tc.dir || len(ignored) != len(tc.ignored) {
+			t.Errorf("%s: got %q and %q, ignored %v; want %q and %q, ignored %q",
+				tc.stdin, c.AgentSocket, c.StateDir, ignored, tc.socket, tc.dir, tc.ignored)
+			continue
+		}
+		for i, want := range tc.ignored {
+			if !strings.Contains(ignored[i].Error(), want) {
+				t.Errorf("%s: ignored %v, want %q", tc.stdin, ignored[i], want)
+			}
+		}
+	}
+	if _, _, err := ParseForRemoval([]byte(`{"stateDir": 7}`), "stateDir"); err == nil {
+		t.Error("a needed key of another type: got no error")
+	}
+	for _, stdin := range []string{``, `[]`, `{"name":`, `{} x`} {
+		if _, _, err := ParseForRemoval([]byte(stdin)); err == nil {
+			t.Errorf("%s: got no error", stdin)
+		}
+	}
+}
+
+// TestValidateErrors: each error names the key and the value. Parse accepts all of these.
 func TestValidateErrors(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct{ stdin, want string }{

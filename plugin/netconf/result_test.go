@@ -14,6 +14,7 @@ import (
 func TestPrintResultKeepsEveryByte(t *testing.T) {
 	t.Parallel()
 	for version, prevResult := range map[string]string{
+		"0.3.0": `{"cniVersion":"0.3.0","ips":[{"version":"4","address":"10.0.0.5/24","gateway":"10.0.0.1"}],"dns":{}}`,
 		"0.3.1": `{"cniVersion":"0.3.1","ips":[{"version":"4","address":"10.0.0.5/24"}],"dns":{}}`,
 		"0.4.0": `{"cniVersion":"0.4.0","ips":[{"version":"6","address":"fd00::5/64","x":1}],"dns":{}}`,
 		"1.0.0": `{ "dns" : {},  "cniVersion" : "1.0.0","ips":[ {"address":"10.0.0.5/24","new-field":1e2} ], ` +
@@ -42,6 +43,16 @@ func TestPrintResultConvertsOtherVersions(t *testing.T) {
 		{
 			"0.3.1", "0.4.0",
 			`{"cniVersion":"0.4.0","ips":[{"version":"4","address":"10.0.0.5/24"}]}`,
+			`[{"address":"10.0.0.5/24","version":"4"}]`,
+		},
+		{
+			"0.3.0", "0.3.1",
+			`{"cniVersion":"0.3.1","ips":[{"version":"6","address":"fd00::5/64"}]}`,
+			`[{"address":"fd00::5/64","version":"6"}]`,
+		},
+		{
+			"0.3.1", "0.3.0",
+			`{"cniVersion":"0.3.0","ips":[{"version":"4","address":"10.0.0.5/24"}]}`,
 			`[{"address":"10.0.0.5/24","version":"4"}]`,
 		},
 		{

@@ -13,6 +13,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
+	"time"
 )
 
 // iptablesBackend is one flavour of the iptables tools, named by its command: iptables-nft, iptables-legacy,
@@ -136,6 +138,9 @@ func parseSaved(text string) saved {
 func (b iptablesBackend) restore(ctx context.Context, f Family, doc []byte) error {
 	name := b.tool(f) + "-restore"
 	cmd := exec.CommandContext(ctx, name, "--noflush", "--wait", strconv.Itoa(lockWait))
+	// A tool that waits for the lock must not install rules after the plugin was killed: DEL may have come meanwhile.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.WaitDelay = time.Second // a child of it may hold the output
 	cmd.Stdin = bytes.NewReader(doc)
 	out, err := cmd.CombinedOutput()
 	if err != nil {
