@@ -170,7 +170,7 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 	}
 	logf("attaching %s: %s; its TCP waits until the daemon is there", at, err)
 	a.record.State = attach.Provisional
-	r := ruleset.Provisional(a.record.IfName)
+	r := ruleset.Provisional(a.record.IfName).Inherit(a.previous)
 	for _, s := range a.siblings {
 		if !slices.Contains(r.Interfaces, s.IfName) {
 			r.Interfaces = append(r.Interfaces, s.IfName)
@@ -182,6 +182,11 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 // carryOut installs the ruleset, then writes the record: a record never claims rules that are not installed. It
 // announces them first, so that DEL finds them if this process is killed in between.
 func (a *addition) carryOut(ctx context.Context, d attach.Decision) error {
+	release, err := attach.LockNetns(ctx, a.record.Netns) // the daemon restores rules that differ from the record
+	if err != nil {
+		return err
+	}
+	defer release()
 	if d.Capture {
 		if err := a.announce(); err != nil {
 			return err
@@ -228,6 +233,10 @@ func (a *addition) install(ctx context.Context, r ruleset.Ruleset) error {
 	if !installed.SYNGate {
 		logf("%s: this kernel has no socket match, so there is no SYN gate: "+
 			"while sluiced is down its connections are refused, not held", a.record.Attachment)
+	}
+	if installed.Wall != ruleset.WallFull {
+		logf("%s: this kernel lacks nftables or its hook for frames, so the wall sees not all packets that leave the pod",
+			a.record.Attachment)
 	}
 	if err := ruleset.Patience(a.record.Netns, a.record.State == attach.Captured); err != nil {
 		logf("%s: its connections time out sooner if sluiced is late: %s", a.record.Attachment, err)

@@ -35,6 +35,8 @@ func del(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) er
 	record, err := store.Read(id)
 	switch {
 	case err == nil:
+		release := lock(ctx, record)
+		defer release()
 		announce(store, record)
 		err = uninstall(ctx, store, record)
 	case errors.Is(err, os.ErrNotExist):
@@ -50,7 +52,24 @@ func del(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) er
 	return errors.Join(store.Remove(id), detach(ctx, attach.NewClient(conf.AgentSocket), id))
 }
 
-// announce writes into the record that its rules go: the daemon would restore them.
+// lock keeps the daemon from restoring rules while they are removed. A netns that is gone needs no lock.
+func lock(ctx context.Context, r attach.Record) (release func()) {
+	if r.Installed == nil {
+		return func() {}
+	}
+	release, err := attach.LockNetns(ctx, r.Netns)
+	if errors.Is(err, attach.ErrNetnsGone) {
+		return func() {}
+	}
+	if err != nil {
+		logf("detaching %s: %s", r.Attachment, err)
+		return func() {}
+	}
+	return release
+}
+
+// announce writes into the record that its rules go. The daemon, which restores rules that it misses, leaves the netns
+// alone from then on, also if this DEL fails or is killed.
 func announce(store attach.Store, r attach.Record) {
 	if r.Installed == nil {
 		return

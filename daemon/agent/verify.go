@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -77,14 +78,28 @@ func (a *Agent) isLegacy(id attach.NetnsID) bool {
 	return in != nil && (in.Backend == "iptables-legacy" || in.Backend == "iptables")
 }
 
-// verify restores the rules of a netns if they differ from those that were installed.
+// verify restores the rules of a netns if they differ from those that the records on disk have. The plugin may change
+// rules and records meanwhile; then the netns is verified later.
 func (a *Agent) verify(ctx context.Context, id attach.NetnsID, now time.Time) {
 	if a.table.Get(id) == nil {
 		return
 	}
 	e := a.table.Enter(id)
 	defer e.Leave()
-	records := slices.DeleteFunc(e.Records(), func(r attach.Record) bool { return r.Installed == nil })
+	known := e.Records()
+	if len(known) == 0 {
+		return
+	}
+	release, err := attach.TryLockNetns(known[0].Netns)
+	if errors.Is(err, attach.ErrNetnsBusy) {
+		a.watch.Again(id)
+		return
+	}
+	if err != nil {
+		return // gone
+	}
+	defer release()
+	records := a.stored(known)
 	if len(records) == 0 {
 		return
 	}
@@ -93,12 +108,27 @@ func (a *Agent) verify(ctx context.Context, id attach.NetnsID, now time.Time) {
 	if err == nil {
 		err = a.knowBridges(r)
 	}
-	if err == nil && len(drift) > 0 && !a.settler.isEnding(r) {
+	if err == nil && len(drift) > 0 {
 		err = a.restore(ctx, e, records, drift, now)
 	}
 	if err != nil {
 		a.recordTrouble(r, fmt.Errorf("its rules cannot be verified: %w", err))
 	}
+}
+
+// stored reads the records of those attachments whose rules are installed. It returns none if the plugin changes the
+// rules: an ADD or a DEL has begun, or was killed.
+func (a *Agent) stored(known []attach.Record) (records []attach.Record) {
+	for _, k := range known {
+		r, err := a.store.Read(k.ID)
+		switch {
+		case err != nil || r.State == attach.Adding || r.State == attach.Removing:
+			return nil
+		case r.Installed != nil:
+			records = append(records, r)
+		}
+	}
+	return records
 }
 
 // restore installs the rules of a netns again, and says so.
@@ -126,9 +156,6 @@ func (a *Agent) restore(
 	for _, r := range records {
 		if len(times) <= undoneOften { // then it has been said
 			a.orchestrator.Report(r.Pod, true, reason, text)
-		}
-		if a.settler.isEnding(r) {
-			continue
 		}
 		r.Installed = &in
 		e.Add(r)

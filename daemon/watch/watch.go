@@ -146,6 +146,15 @@ func (w *Watcher) noteLocked(n *netns) {
 	}
 }
 
+// Again makes a later Take return a netns again.
+func (w *Watcher) Again(id attach.NetnsID) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if n := w.netns[id]; n != nil {
+		n.changed = true // not noted: Take is called once a second anyway
+	}
+}
+
 // Changed receives when Take may return something.
 func (w *Watcher) Changed() <-chan struct{} { return w.changed }
 

@@ -2,13 +2,14 @@ package cni
 
 import (
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // redirectRule is the rule that redirects, as iptables-save prints it.
-const redirectRule = "-A SLUICE_CAPTURE -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j REDIRECT --to-ports 15001"
+const redirectRule = "-A SLUICE_GATE -p tcp -j REDIRECT --to-ports 15001"
 
 // drifts are ways in which the rules of a captured pod can come to differ from those that ADD installed.
 var drifts = []struct {
@@ -18,12 +19,12 @@ var drifts = []struct {
 	names         string // a pattern of the error of CHECK
 }{
 	{
-		"no redirect", []string{"iptables -t nat -D SLUICE_CAPTURE 1"},
-		[]string{"flush chain ip sluice-nat SLUICE_CAPTURE"}, "IPv4.*" + redirectRule,
+		"no redirect", []string{"iptables -t nat -D SLUICE_GATE 2"},
+		[]string{"flush chain ip sluice-nat SLUICE_GATE"}, "IPv4.*" + redirectRule,
 	},
 	{
-		"no redirect of IPv6", []string{"ip6tables -t nat -D SLUICE_CAPTURE 1"},
-		[]string{"flush chain ip6 sluice-nat SLUICE_CAPTURE"}, "IPv6.*" + redirectRule,
+		"no redirect of IPv6", []string{"ip6tables -t nat -D SLUICE_GATE 2"},
+		[]string{"flush chain ip6 sluice-nat SLUICE_GATE"}, "IPv6.*" + redirectRule,
 	},
 	{
 		"no jump", []string{"iptables -t nat -D OUTPUT 1"},
@@ -42,12 +43,11 @@ var drifts = []struct {
 	{
 		"another port",
 		[]string{
-			"iptables -t nat -R SLUICE_CAPTURE 1 -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN " +
-				"-j REDIRECT --to-ports 15002",
+			"iptables -t nat -R SLUICE_GATE 2 -p tcp -j REDIRECT --to-ports 15002",
 		},
 		[]string{
-			"flush chain ip sluice-nat SLUICE_CAPTURE",
-			"add rule ip sluice-nat SLUICE_CAPTURE meta l4proto tcp redirect to :15002",
+			"flush chain ip sluice-nat SLUICE_GATE",
+			"add rule ip sluice-nat SLUICE_GATE meta l4proto tcp redirect to :15002",
 		},
 		"IPv4.*" + redirectRule,
 	},
@@ -78,15 +78,17 @@ func TestCheckNamesDrift(t *testing.T) {
 			t.Parallel()
 			n := testbed.New(t)
 			serveWeb(n)
-			n.StartDaemon()
+			daemon := n.StartDaemon()
 			pod := f.AddPod(t, n, "drifting", nil)
 			for _, d := range drifts {
 				t.Run(d.name, func(t *testing.T) {
 					if err := pod.Check(); err != nil {
 						t.Fatalf("CHECK before: %s", testbed.Describe(err))
 					}
+					daemon.Freeze() // it would repair it
 					tamper(pod, f, d.iptables, d.nft)
 					testbed.WantErrorLike(t, pod.Check(), d.names)
+					daemon.Signal(syscall.SIGCONT)
 					callFor(n, pod).must(t, "ADD") // repairs it
 				})
 			}
