@@ -29,8 +29,12 @@ type Conn struct {
 // New describes a connection that was accepted at listener l of g. The error says why the connection must not be
 // carried on. The Conn is then as complete as it could be made, for the log.
 func New(g *gate.Gate, l *gate.Listener, conn *net.TCPConn) (Conn, error) {
-	src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
 	c := Conn{TCPConn: conn, Inbound: l.Inbound, gate: g}
+	peer, ok := conn.RemoteAddr().(*net.TCPAddr)
+	if !ok { // a connection that was reset before it was accepted has no peer
+		return c, errors.New("the app has reset the connection")
+	}
+	src := peer.AddrPort()
 	c.Source = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
 	var err error
 	if c.Destination, err = conntrack.OriginalDestination(conn); err != nil {

@@ -205,6 +205,18 @@ func TestLateUpstreamLeavesConnectionsInTheQueue(t *testing.T) {
 	}
 }
 
+// TestConnectionResetInTheQueueIsDropped, and the next one is served.
+func TestConnectionResetInTheQueueIsDropped(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	socket.Reset(s.dial(t, web))
+	testbed.Eventually(t, "it is in the accept queue", func() bool { return s.queued(t) == 1 })
+	s.proxy(t, ok)
+	app := s.dial(t, web)
+	testbed.Send(t, app, "x")
+	testbed.CheckReads(t, "the app", app, "x")
+}
+
 // TestFailedRequestIsRepeated: no byte of the app has been sent, so that is safe.
 func TestFailedRequestIsRepeated(t *testing.T) {
 	t.Parallel()
