@@ -37,7 +37,9 @@ func (t *Table) Snapshots() []Snapshot {
 
 func (e *Endpoint) snapshot(r attach.Record) Snapshot {
 	e.mu.Lock()
-	snapshot := Snapshot{record: r, policy: e.policy, trouble: e.trouble, accepted: &e.service.accepted, over: &e.service.over}
+	snapshot := Snapshot{
+		record: r, policy: e.policy, trouble: e.trouble, accepted: &e.service.accepted, over: &e.service.over,
+	}
 	e.mu.Unlock()
 	e.service.mu.Lock()
 	defer e.service.mu.Unlock()

@@ -96,7 +96,7 @@ func TestSweepFindsConnectionsThatAreOver(t *testing.T) {
 		}
 	}
 	if over != 4 || nowhere != 2 {
-		t.Errorf("accepted %d connections that are over, %d of them without a destination; want 4, and 2 that Sweep reset",
+		t.Errorf("accepted %d connections that are over, %d without a destination; want 4, and the 2 that Sweep reset",
 			over, nowhere)
 	}
 	checkSweep(t, g, 0)

@@ -38,8 +38,9 @@ type Wait struct {
 	misconfigured bool
 }
 
-// Add begins a wait. gone returns an error once no process waits for the connection any more. The context ends with
-// ctx, when the wait expires (its cause is ErrExpired or ErrDirect), when gone returns an error (its cause), or with Done.
+// Add begins a wait. gone returns an error once the app has given up the connection. The context ends with ctx, when
+// the wait expires (its cause is ErrExpired or ErrDirect), at the next Forget when gone returns an error (its cause),
+// or with Done.
 func (a *Accepted) Add(ctx context.Context, gone func() error) (context.Context, *Wait) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	w := &Wait{list: a, since: time.Now(), cancel: cancel, gone: gone}

@@ -206,7 +206,7 @@ func TestLateUpstreamLeavesConnectionsInTheQueue(t *testing.T) {
 	}
 }
 
-// TestGivenUpConnectionsAreNotAskedFor, however the app ended them. One that has sent data is served, and so is one that
+// TestGivenUpConnectionsAreNotAskedFor, however the app ended them. One with data is served, and so is one whose app
 // has only ended its side.
 func TestGivenUpConnectionsAreNotAskedFor(t *testing.T) {
 	t.Parallel()

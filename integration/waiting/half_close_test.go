@@ -32,7 +32,7 @@ const (
 )
 
 // serveAnswers serves answerPort in the world. The servers wait for the end of hold before they answer.
-func serveAnswers(n *testbed.Node, hold context.Context) {
+func serveAnswers(hold context.Context, n *testbed.Node) {
 	n.World.Serve(":"+answerPort, func(c net.Conn) {
 		if _, err := io.CopyN(io.Discard, c, requestSize); err == nil {
 			<-hold.Done()
@@ -103,7 +103,7 @@ func TestEndedConnectionsOutliveConntracksTimeouts(t *testing.T) {
 
 			// The upstream is late, for longer than the hasty pod waits.
 			n := testbed.NewWith(t, protocol)
-			serveAnswers(n, answering)
+			serveAnswers(answering, n)
 			sink := serveSink(n)
 			d := n.StartDaemon()
 			patient := n.AddPod("patient")
@@ -118,7 +118,7 @@ func TestEndedConnectionsOutliveConntracksTimeouts(t *testing.T) {
 
 			// The upstream is there, and the answer is late.
 			ready := testbed.NewWith(t, protocol)
-			serveAnswers(ready, answering)
+			serveAnswers(answering, ready)
 			startFastUpstream(ready, protocol)
 			e := ready.StartDaemon()
 			served := ready.AddPod("served")
@@ -139,7 +139,8 @@ func TestEndedConnectionsOutliveConntracksTimeouts(t *testing.T) {
 				for i, c := range conns {
 					wg.Go(func() {
 						if b, err := io.ReadAll(c); len(b) != answerSize || err != nil {
-							t.Errorf("%s, half-closed app %d: got %d bytes, %v; want %d", name, i, len(b), err, answerSize)
+							t.Errorf("%s, half-closed app %d: got %d bytes, %v; want %d",
+								name, i, len(b), err, answerSize)
 						}
 					})
 				}
@@ -164,7 +165,7 @@ func TestEndedConnectionsOutliveConntracksTimeouts(t *testing.T) {
 	}
 }
 
-// closeWaitEntry matches an entry of a half-closed connection in the output of conntrack(8), and its timeout in seconds.
+// closeWaitEntry matches a half-closed connection in the output of conntrack(8), and its timeout in seconds.
 var closeWaitEntry = regexp.MustCompile(`(?m)^tcp +6 +(\d+) CLOSE_WAIT .*dport=` + answerPort)
 
 // TestConntrackKeepsEndedConnections for days, with each way to install the rules.

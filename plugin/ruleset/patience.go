@@ -14,8 +14,9 @@ import (
 // second at first and then after twice as long each time, six times in all. With these sysctls of the pod's netns
 // (Documentation/networking/ip-sysctl.rst) it does so every second for two minutes, and then goes on for hours.
 var synPatience = []sysctl{
-	{"ipv4/tcp_syn_retries", atLeast, 127},         // the maximum
-	{"ipv4/tcp_syn_linear_timeouts", atLeast, 127}, // SYNs before the intervals double, not counted above; since Linux 6.5
+	{"ipv4/tcp_syn_retries", atLeast, 127}, // the maximum
+	// SYNs before the intervals double, not counted above; since Linux 6.5.
+	{"ipv4/tcp_syn_linear_timeouts", atLeast, 127},
 }
 
 // quickPatience ends a long wait soon after the daemon is back: no SYN comes later than 5 s after the one before. The
@@ -23,10 +24,10 @@ var synPatience = []sysctl{
 // (tcp_model_timeout in net/ipv4/tcp_timer.c). These sysctls apply to all TCP of the pod: data is retransmitted every
 // 5 s at the latest too, so tcp_retries2 has to be higher for TCP to give up after 15 minutes, as it does by default.
 //
-// An app may close a connection that waits and has taken more data than its receive window holds. The kernel then
-// probes the window, and resets the connection once the interval has grown to its maximum: after 13 s instead of three
-// minutes. With tcp_orphan_retries above tcp_retries2, which bounds the growth (tcp_probe_timer and tcp_send_probe0), it
-// goes on as long as the probes are answered. Unanswered data of a closed socket is retransmitted for 21 minutes.
+// An app may close a waiting connection with more data than the receive window holds. The kernel then probes the
+// window, and resets the connection once the interval has grown to its maximum: after 13 s instead of three minutes.
+// With tcp_orphan_retries above tcp_retries2, which bounds the growth (tcp_probe_timer and tcp_send_probe0), it goes on
+// as long as the probes are answered. Unanswered data of a closed socket is retransmitted for 21 minutes.
 var quickPatience = []sysctl{
 	{"ipv4/tcp_rto_max_ms", atMost, 5000}, // since Linux 6.15
 	{"ipv4/tcp_retries2", atLeast, 188},
@@ -52,8 +53,8 @@ var quickPatience = []sysctl{
 // A provisional pod gets them too. Once it is known to be captured, its connections wait as any others do, and a daemon
 // in a container cannot write to /proc/sys. If it turns out not to be captured, its netns has no use of conntrack.
 //
-// SO_KEEPALIVE on the listeners would not do: the kernel forgets the socket of a closed app after 60 s, and then answers
-// a probe with a reset.
+// SO_KEEPALIVE on the listeners would not do: the kernel forgets the socket of a closed app after 60 s, and then a
+// probe is answered with a reset.
 var entryPatience = []sysctl{
 	{"netfilter/nf_conntrack_tcp_timeout_close_wait", atLeast, establishedTimeout},
 	{"netfilter/nf_conntrack_tcp_timeout_fin_wait", atLeast, establishedTimeout},
