@@ -5,6 +5,7 @@ package gate
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"os"
 	"slices"
@@ -231,6 +232,9 @@ func (g *Gate) Counts() (sockdiag.Counts, error) {
 	return sum, err
 }
 
+// maxEnded bounds how many apps of each address family one Sweep looks for: each takes some 50 µs.
+const maxEnded = 256
+
 // Sweep resets the connections in the accept queues whose apps have closed them without a byte. The kernel keeps a
 // connection that is over in its queue until it is accepted. Sweep returns how many there are: these, and those that
 // their clients have reset. If connections wait, the kernel walks its table of sockets for each address family.
@@ -250,7 +254,9 @@ func (g *Gate) Sweep() (over int, err error) {
 		if err != nil {
 			return 0, err
 		}
-		gone, err := g.resetGone(ended)
+		// Dumps have the same order each time. Apps that hold their sockets must not hide those that are gone.
+		rand.Shuffle(len(ended), func(i, j int) { ended[i], ended[j] = ended[j], ended[i] })
+		gone, err := g.resetGone(ended[:min(len(ended), maxEnded)])
 		if err != nil {
 			return 0, err
 		}
