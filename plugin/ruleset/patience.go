@@ -61,6 +61,13 @@ var entryPatience = []sysctl{
 	{"netfilter/nf_conntrack_tcp_timeout_last_ack", atLeast, establishedTimeout},
 }
 
+// closedPatience keeps the kernel from resetting a connection that the app has closed. If the FIN is acknowledged while
+// close is still at work, the kernel keeps the socket for tcp_fin_timeout, and by default resets the connection then,
+// with the data that waits. It does not if tcp_fin_timeout is longer than TIME_WAIT, which is 60 s
+// (tcp_rcv_state_process in net/ipv4/tcp_input.c and tcp_keepalive_timer in tcp_timer.c). A provisional pod gets this
+// one too, for the same reason as above: an app does not notice it.
+var closedPatience = []sysctl{{"ipv4/tcp_fin_timeout", atLeast, 120}}
+
 // establishedTimeout is the default of nf_conntrack_tcp_timeout_established, in seconds.
 const establishedTimeout = 5 * 24 * 60 * 60
 
@@ -76,10 +83,10 @@ func atMost(current, want int) bool  { return current <= want }
 // Patience sets sysctls in the netns at path, so that the pod's connections wait longer for a late daemon or upstream
 // than they do by default, and soon try again. Some exist only once the rules have brought conntrack into the netns, so
 // Apply comes first. captured is false for a pod that is not known to have opted in: Patience then leaves out the
-// sysctls that concern all its TCP. Sysctls that the kernel lacks are skipped.
+// sysctls of retransmission, which concern all its TCP. Sysctls that the kernel lacks are skipped.
 func Patience(netns string, captured bool) error {
 	return within(netns, func() error {
-		all := slices.Concat(synPatience, entryPatience)
+		all := slices.Concat(synPatience, entryPatience, closedPatience)
 		if _, err := os.Stat(quickPatience[0].file()); err == nil && captured {
 			all = slices.Concat(all, quickPatience)
 		}

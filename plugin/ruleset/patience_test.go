@@ -40,6 +40,7 @@ func TestPatience(t *testing.T) {
 	check("provisional", quick, before[0])
 	check("provisional", "net.ipv4.tcp_retries2", before[1])
 	check("provisional", "net.ipv4.tcp_orphan_retries", before[2])
+	check("provisional", "net.ipv4.tcp_fin_timeout", "120")
 	check("provisional", conntrack+"close_wait", get(conntrack+"established"))
 	check("provisional", conntrack+"fin_wait", get(conntrack+"established"))
 	check("beyond the wanted value", conntrack+"last_ack", "500000")
