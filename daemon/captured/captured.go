@@ -11,6 +11,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/netns"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
+	"github.com/sluice-cni/sluice/daemon/socket"
 )
 
 // Conn is a captured connection that was accepted at a gate.
@@ -26,20 +27,40 @@ type Conn struct {
 	gate *gate.Gate
 }
 
+// ErrGone is the error of a connection that the app has reset, or has closed before it sent a byte. No process waits
+// for its answer. A connection that was closed later is to be served: its data may be all that the app wanted to send.
+var ErrGone = errors.New("the app has given up the connection")
+
 // New describes a connection that was accepted at listener l of g. The error says why the connection must not be
 // carried on. The Conn is then as complete as it could be made, for the log.
 func New(g *gate.Gate, l *gate.Listener, conn *net.TCPConn) (Conn, error) {
-	src := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
 	c := Conn{TCPConn: conn, Inbound: l.Inbound, gate: g}
+	peer, ok := conn.RemoteAddr().(*net.TCPAddr)
+	if !ok || socket.IsReset(conn) { // one that was reset before it was accepted has no peer
+		return c, ErrGone
+	}
+	src := peer.AddrPort()
 	c.Source = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
 	var err error
 	if c.Destination, err = conntrack.OriginalDestination(conn); err != nil {
+		return c, err
+	}
+	if err := c.Gone(); err != nil {
 		return c, err
 	}
 	if err := permitted(c.Destination); err != nil || !c.Inbound {
 		return c, err
 	}
 	return c, notFromNode(c.Destination, c.Source)
+}
+
+// Gone returns ErrGone if the app has given up the connection, and nil otherwise. It is called before the first byte is
+// read. The socket of an app in a nested container is not seen: Gone returns nil until the app resets the connection.
+func (c Conn) Gone() error {
+	if socket.IsReset(c.TCPConn) || socket.IsEmpty(c.TCPConn) && c.AppState() == sockdiag.AppClosed {
+		return ErrGone
+	}
+	return nil
 }
 
 // AppState says whether a process in the pod still holds the app's end.

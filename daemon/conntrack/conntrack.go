@@ -1,6 +1,7 @@
-// Package conntrack reads and changes the kernel's connection tracking in the netns of pods. It does three things: it
-// reads the original destination of a captured connection, it deletes the entries of SYNs that wait for an answer, and
-// it enters a connection that is exempt from capture before its first segment is sent.
+// Package conntrack reads and changes the kernel's connection tracking in the netns of pods. It does four things: it
+// reads the original destination of a captured connection, it looks up the client of a connection, it deletes the
+// entries of SYNs that wait for an answer, and it enters a connection that is exempt from capture before its first
+// segment is sent.
 package conntrack
 
 import (

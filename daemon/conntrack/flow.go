@@ -1,9 +1,11 @@
 package conntrack
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
@@ -24,7 +26,7 @@ type Flow struct{ Source, Destination netip.AddrPort }
 // Exempt enters f into the conntrack of the calling thread's netns, without address translation and with the mark that
 // the rules let out. It needs CAP_NET_ADMIN over the netns. The error is EEXIST if conntrack has an entry for f.
 func (f Flow) Exempt() error {
-	err := f.request(nl.IPCTNL_MSG_CT_NEW, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
+	_, err := f.request(nl.IPCTNL_MSG_CT_NEW, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
 		tuple(nl.CTA_TUPLE_ORIG, f.Source, f.Destination),
 		tuple(nl.CTA_TUPLE_REPLY, f.Destination, f.Source),
 		nl.NewRtAttr(nl.CTA_MARK, nl.BEUint32Attr(ruleset.DirectMark)),
@@ -38,7 +40,7 @@ func (f Flow) Exempt() error {
 
 // Forget deletes the entry of f. An entry that does not exist is no error.
 func (f Flow) Forget() error {
-	err := f.request(nl.IPCTNL_MSG_CT_DELETE, 0, tuple(nl.CTA_TUPLE_ORIG, f.Source, f.Destination))
+	_, err := f.request(nl.IPCTNL_MSG_CT_DELETE, 0, tuple(nl.CTA_TUPLE_ORIG, f.Source, f.Destination))
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return fmt.Errorf("deleting a conntrack entry: %w", err)
 	}
@@ -47,7 +49,7 @@ func (f Flow) Forget() error {
 
 // request sends one request to ctnetlink (linux/netfilter/nfnetlink_conntrack.h). The calls of package netlink do not
 // serve: ConntrackCreate replaces existing entries, and ConntrackDeleteFilters dumps the whole table to delete one.
-func (f Flow) request(message, flags int, attributes ...*nl.RtAttr) error {
+func (f Flow) request(message, flags int, attributes ...*nl.RtAttr) (replies [][]byte, err error) {
 	family := uint8(unix.AF_INET6)
 	if f.Source.Addr().Is4() {
 		family = unix.AF_INET
@@ -57,8 +59,49 @@ func (f Flow) request(message, flags int, attributes ...*nl.RtAttr) error {
 	for _, a := range attributes {
 		req.AddData(a)
 	}
-	_, err := req.Execute(unix.NETLINK_NETFILTER, 0)
-	return err
+	return req.Execute(unix.NETLINK_NETFILTER, 0)
+}
+
+// Original returns the flow whose answers are f: its source is the client, and its destination the one before nat. It
+// looks in the conntrack of the calling thread's netns.
+func (f Flow) Original() (Flow, error) {
+	replies, err := f.request(nl.IPCTNL_MSG_CT_GET, 0, tuple(nl.CTA_TUPLE_REPLY, f.Source, f.Destination))
+	if err != nil {
+		return Flow{}, fmt.Errorf("looking up a conntrack entry: %w", err)
+	}
+	if len(replies) != 1 || len(replies[0]) < nl.SizeofNfgenmsg {
+		return Flow{}, errors.New("looking up a conntrack entry: the kernel's answer is not one entry")
+	}
+	return parseTuple(attribute(replies[0][nl.SizeofNfgenmsg:], nl.CTA_TUPLE_ORIG))
+}
+
+// attribute returns the value of the first attribute of one of these kinds, or nil.
+func attribute(attributes []byte, kinds ...uint16) []byte {
+	all, err := nl.ParseRouteAttr(attributes)
+	if err != nil {
+		return nil
+	}
+	for _, a := range all {
+		if slices.Contains(kinds, a.Attr.Type&nl.NLA_TYPE_MASK) {
+			return a.Value
+		}
+	}
+	return nil
+}
+
+// parseTuple is the inverse of tuple.
+func parseTuple(t []byte) (Flow, error) {
+	ip, proto := attribute(t, nl.CTA_TUPLE_IP), attribute(t, nl.CTA_TUPLE_PROTO)
+	from, ok := netip.AddrFromSlice(attribute(ip, nl.CTA_IP_V4_SRC, nl.CTA_IP_V6_SRC))
+	to, ok2 := netip.AddrFromSlice(attribute(ip, nl.CTA_IP_V4_DST, nl.CTA_IP_V6_DST))
+	sport, dport := attribute(proto, nl.CTA_PROTO_SRC_PORT), attribute(proto, nl.CTA_PROTO_DST_PORT)
+	if !ok || !ok2 || len(sport) < 2 || len(dport) < 2 {
+		return Flow{}, errors.New("looking up a conntrack entry: the kernel's answer lacks an address or a port")
+	}
+	return Flow{
+		Source:      netip.AddrPortFrom(from, binary.BigEndian.Uint16(sport)),
+		Destination: netip.AddrPortFrom(to, binary.BigEndian.Uint16(dport)),
+	}, nil
 }
 
 func tuple(kind int, from, to netip.AddrPort) *nl.RtAttr {

@@ -78,6 +78,10 @@ func (c *Carrier) AcceptOne(ctx context.Context, wg *sync.WaitGroup, g *gate.Gat
 	}
 	wg.Go(func() {
 		accepted, err := captured.New(g, l, conn)
+		if errors.Is(err, captured.ErrGone) {
+			socket.Reset(conn)
+			return
+		}
 		if err != nil {
 			c.log.Warn("connection refused", "source", accepted.Source.String(),
 				"destination", accepted.Destination.String(), "err", err)

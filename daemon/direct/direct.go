@@ -17,11 +17,9 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"strconv"
 	"time"
 	"unsafe"
 
-	"github.com/containernetworking/plugins/pkg/ns"
 	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/daemon/conntrack"
@@ -87,15 +85,7 @@ func inNetnsOf(ctx context.Context, conn *net.TCPConn, do func() error) error {
 	if err != nil {
 		return err
 	}
-	var fd int
-	if cerr := raw.Control(func(s uintptr) { fd, err = unix.IoctlRetInt(int(s), unix.SIOCGSKNS) }); cerr != nil {
-		return cerr
-	}
-	if err != nil {
-		return fmt.Errorf("SIOCGSKNS: %w", err)
-	}
-	defer unix.Close(fd) //nolint:errcheck // nothing was written
-	return ns.WithNetNSPath("/proc/self/fd/"+strconv.Itoa(fd), func(ns.NetNS) error { return do() })
+	return netns.Of(raw, do)
 }
 
 // newExempt makes a socket in the current netns, bound to the address from which dst is reached. Its connection to dst

@@ -189,8 +189,8 @@ func (e *Endpoint) Unused() bool {
 	if !left {
 		return false
 	}
-	waiting, err := s.waiting()
-	return err == nil && waiting+s.Counts().Open == 0
+	queued, err := s.queued()
+	return err == nil && queued+s.accepted.Len()+s.Counts().Open == 0
 }
 
 // Reopen opens the gate of an attachment that was captured before. If another process holds the capture ports and evict

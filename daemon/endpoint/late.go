@@ -12,6 +12,10 @@ import (
 // longWait is how long a pod's connections wait for the upstream before an event on the pod says so.
 const longWait = 10 * time.Second
 
+// sweepBudget bounds the time of each tick in which accept queues are looked at for connections that the app has given
+// up. The order of the endpoints changes, so none is left out for long.
+const sweepBudget = 50 * time.Millisecond
+
 // Reasons of the events about connections that wait, or have waited too long.
 const (
 	ReasonWaiting = "SluiceUpstreamLate"
@@ -32,14 +36,21 @@ type lateness struct {
 	given  map[string]bool // reasons of which a notice was given
 }
 
-// Tick ends the wait of connections that have waited for longer than their pod's policy allows, and calls notify with
-// warnings for the pods. It is called about every second, so waiting times are known to about a second.
+// Tick ends the wait of connections that the app has given up, or that have waited for longer than their pod's policy
+// allows, and calls notify with warnings for the pods. It is called about every second, so waiting times are known to
+// about a second.
 func (t *Table) Tick(now time.Time, up attach.UpstreamStatus, notify func(*Endpoint, Notice)) {
+	sweepUntil := time.Now().Add(sweepBudget)
 	for _, e := range t.All() {
 		if !e.changing.TryLock() {
 			continue // another goroutine has entered it, perhaps for seconds
 		}
-		for _, n := range e.lateness.tick(e.snapshot(attach.Record{}), now, up) {
+		s := e.snapshot(attach.Record{})
+		s.accepted.Forget()
+		if time.Now().Before(sweepUntil) {
+			e.service.sweep(s.gate)
+		}
+		for _, n := range e.lateness.tick(s, now, up) {
 			if e.lateness.isNew(n) {
 				notify(e, n)
 			}
@@ -102,8 +113,9 @@ func (l *lateness) expire(s Snapshot, now time.Time, up attach.UpstreamStatus) i
 	cause, expireQueued := late.ErrExpired, (*gate.Listener).Refuse
 	if s.policy.Policy == attach.Direct {
 		cause = late.ErrDirect
-		expireQueued = func(from *gate.Listener) (bool, error) {
-			return carrier.AcceptOne(ctx, &l.service.table.serving, s.gate, from)
+		expireQueued = func(from *gate.Listener) (found, open bool, err error) {
+			found, err = carrier.AcceptOne(ctx, &l.service.table.serving, s.gate, from)
+			return found, found, err
 		}
 	}
 	count := s.accepted.Expire(s.policy.Timeout, !up.Ready, cause)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"sync"
+	"sync/atomic"
 
 	"github.com/sluice-cni/sluice/daemon/direct"
 	"github.com/sluice-cni/sluice/daemon/gate"
@@ -19,6 +20,7 @@ type service struct {
 	id       attach.NetnsID
 	accepted late.Accepted // connections that wait for the upstream's answer
 	joined   splice.Set    // connections that are carried in this process
+	over     atomic.Int64  // connections in the accept queues that the app had given up at the last tick
 
 	mu       sync.Mutex      // guards the fields below
 	gate     *gate.Gate      // nil if not captured, or if the gate could not be opened
@@ -131,6 +133,19 @@ func (s *service) end() {
 		s.resetConnections()
 		s.ctx = nil
 	}
+}
+
+// sweep counts the connections in the accept queues of g that the app has given up. g may be nil.
+func (s *service) sweep(g *gate.Gate) {
+	over := 0
+	if g != nil {
+		var err error
+		if over, err = g.Sweep(); err != nil && !errors.Is(err, os.ErrClosed) {
+			s.table.log.Debug("looking for connections that were given up failed", "netnsID", s.id.String(), "err", err)
+			return
+		}
+	}
+	s.over.Store(int64(over))
 }
 
 // connections returns the context of the connections that came through the gate, or nil, the carrier of those that go

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"sync/atomic"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/late"
@@ -22,6 +23,7 @@ type Snapshot struct {
 	gate     *gate.Gate
 	acceptor Acceptor
 	accepted *late.Accepted
+	over     *atomic.Int64 // see service
 }
 
 // Snapshots returns a snapshot of every attachment, in no order.
@@ -38,7 +40,8 @@ func (t *Table) Snapshots() []Snapshot {
 func (e *Endpoint) snapshot(r attach.Record) Snapshot {
 	e.mu.Lock()
 	snapshot := Snapshot{
-		record: r, policy: e.policy, trouble: e.trouble, stopped: e.stopped, accepted: &e.service.accepted,
+		record: r, policy: e.policy, trouble: e.trouble, stopped: e.stopped,
+		accepted: &e.service.accepted, over: &e.service.over,
 	}
 	e.mu.Unlock()
 	e.service.mu.Lock()
@@ -115,17 +118,23 @@ func shortcomings(in ruleset.Installed) (notes []string) {
 	return notes
 }
 
-// waiting counts the connections that wait to be accepted, and those that wait for the upstream's answer.
+// waiting counts the connections that wait to be accepted, and those that wait for the upstream's answer. It leaves out
+// those that the app has given up, as far as the last tick saw.
 func (s Snapshot) waiting() (int, error) {
-	n := s.accepted.Len()
+	queued, err := s.queued()
+	return s.accepted.Len() + max(queued-int(s.over.Load()), 0), err
+}
+
+// queued counts all connections in the accept queues.
+func (s Snapshot) queued() (int, error) {
 	if s.gate == nil {
-		return n, nil
+		return 0, nil
 	}
-	queued, err := s.gate.Queued()
+	n, err := s.gate.Queued()
 	if errors.Is(err, os.ErrClosed) {
 		err = nil // closed since the snapshot
 	}
-	return n + queued, err
+	return n, err
 }
 
 // Counts returns the connections that do not wait any more. Connections that came through a gate go on when capture has

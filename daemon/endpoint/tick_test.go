@@ -23,6 +23,9 @@ var (
 	misconfiguredUpstream = attach.UpstreamStatus{Address: "127.0.0.1:18080", Ready: true, Reason: "407"}
 )
 
+// stays is the app of a connection that is never given up.
+func stays() error { return nil }
+
 // tick calls Tick, and returns the reasons of the notices.
 func (table *testTable) tick(now time.Time, up attach.UpstreamStatus) (reasons []string) {
 	table.Tick(now, up, func(_ *Endpoint, n Notice) { reasons = append(reasons, n.Reason) })
@@ -55,7 +58,7 @@ func TestLongWaitIsNoticedOnceEachTime(t *testing.T) {
 	now := time.Now()
 	checkReasons(t, "no connection", table.tick(now, lateUpstream))
 	checkReasons(t, "no connection for an hour", table.tick(now.Add(time.Hour), lateUpstream))
-	_, wait := table.acceptor(e).Accepted.Add(t.Context())
+	_, wait := table.acceptor(e).Accepted.Add(t.Context(), stays)
 	defer wait.Done()
 	for range 2 {
 		now = now.Add(2 * time.Hour)
@@ -75,7 +78,7 @@ func TestAcceptedConnectionExpires(t *testing.T) {
 	e := table.capture(t, h, attach.Late{Policy: attach.Queue, Timeout: time.Nanosecond})
 	var reasons []string
 	for range 2 {
-		ctx, wait := table.acceptor(e).Accepted.Add(t.Context())
+		ctx, wait := table.acceptor(e).Accepted.Add(t.Context(), stays)
 		defer wait.Done()
 		checkReasons(t, "upstream refuses other connections", table.tick(time.Now(), misconfiguredUpstream))
 		if ctx.Err() != nil {
@@ -113,13 +116,42 @@ func TestQueuedConnectionExpires(t *testing.T) {
 	}
 }
 
+// TestGivenUpConnectionDoesNotWait: the next tick leaves it out, and it does not expire. The accept queue still has it.
+func TestGivenUpConnectionDoesNotWait(t *testing.T) {
+	t.Parallel()
+	h := testbed.NewHost(t, "pod")
+	table := newTable(t)
+	e := table.capture(t, h, attach.Late{Policy: attach.Queue, Timeout: time.Minute})
+	app := dial(t, h)
+	checkWaiting(t, e, 1)
+	now := time.Now()
+	table.tick(now, lateUpstream)
+	checkWaiting(t, e, 1)
+	if err := app.SetLinger(0); err != nil {
+		t.Fatal(err)
+	}
+	_ = app.Close()
+	testbed.Eventually(t, "a tick sees that it is over", func() bool {
+		table.tick(now, lateUpstream)
+		n, err := e.snapshot(attach.Record{}).waiting()
+		return n == 0 && err == nil
+	})
+	if n, err := e.snapshot(attach.Record{}).queued(); n != 1 || err != nil {
+		t.Errorf("got %d connections in the accept queue, %v; want 1", n, err)
+	}
+	checkReasons(t, "at the timeout", table.tick(now.Add(time.Minute), lateUpstream))
+	if got := table.Expired(); got != 0 {
+		t.Errorf("got %d expired connections, want none", got)
+	}
+}
+
 // TestHoldQueuesWithoutTimeout: its timeout is that of the ADD.
 func TestHoldQueuesWithoutTimeout(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	table := newTable(t)
 	e := table.capture(t, h, attach.Late{Policy: attach.Hold, Timeout: time.Nanosecond})
-	ctx, wait := table.acceptor(e).Accepted.Add(t.Context())
+	ctx, wait := table.acceptor(e).Accepted.Add(t.Context(), stays)
 	defer wait.Done()
 	dial(t, h)
 	checkWaiting(t, e, 2)
@@ -148,7 +180,7 @@ func TestExpiryGoesDirect(t *testing.T) {
 	}
 	defer app.Close() //nolint:errcheck // everything was read
 	checkWaiting(t, e, 1)
-	ctx, wait := table.acceptor(e).Accepted.Add(t.Context())
+	ctx, wait := table.acceptor(e).Accepted.Add(t.Context(), stays)
 	defer wait.Done()
 	now := time.Now()
 	checkReasons(t, "first sight", table.tick(now, lateUpstream))
@@ -180,7 +212,7 @@ func TestNoticeNamesUpstreamAndReason(t *testing.T) {
 	h := testbed.NewHost(t, "pod")
 	table := newTable(t)
 	e := table.capture(t, h, attach.Late{Policy: attach.Queue})
-	_, wait := table.acceptor(e).Accepted.Add(t.Context())
+	_, wait := table.acceptor(e).Accepted.Add(t.Context(), stays)
 	defer wait.Done()
 	now := time.Now()
 	table.tick(now, lateUpstream)
@@ -203,7 +235,7 @@ func TestTickSkipsAnEnteredEndpoint(t *testing.T) {
 	h := testbed.NewHost(t, "pod")
 	table := newTable(t)
 	e := table.capture(t, h, attach.Late{Policy: attach.Queue, Timeout: time.Nanosecond})
-	ctx, wait := table.acceptor(e).Accepted.Add(t.Context())
+	ctx, wait := table.acceptor(e).Accepted.Add(t.Context(), stays)
 	defer wait.Done()
 	table.Enter(e.ID)
 	checkReasons(t, "entered", table.tick(time.Now(), lateUpstream))

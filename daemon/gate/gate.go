@@ -5,6 +5,7 @@ package gate
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"os"
 	"slices"
@@ -13,6 +14,8 @@ import (
 	"github.com/containernetworking/plugins/pkg/ns"
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/daemon/conntrack"
+	"github.com/sluice-cni/sluice/daemon/netns"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -233,12 +236,75 @@ func (g *Gate) Counts() (sockdiag.Counts, error) {
 		sum.Open += inbound.Open
 		sum.Bytes += inbound.Bytes
 	}
-	if err != nil {
-		return sum, err
-	}
-	queued, err := g.Queued() // the kernel counts them as established
-	sum.Open = max(sum.Open-queued, 0)
 	return sum, err
+}
+
+// maxEnded bounds how many apps of each address family one Sweep looks for: each takes some 50 µs.
+const maxEnded = 256
+
+// Sweep resets the connections in the accept queues whose apps have closed them without a byte. The kernel keeps a
+// connection that is over in its queue until it is accepted. Sweep returns how many there are: these, and those that
+// their clients have reset. If connections wait, the kernel walks its table of sockets for each address family.
+func (g *Gate) Sweep() (over int, err error) {
+	queued := map[netip.AddrPort]int{} // by the first listener of a family and port
+	for _, l := range g.Listeners {
+		n, err := l.Queued()
+		if err != nil {
+			return 0, err
+		}
+		if n > 0 {
+			queued[g.sibling(l).at] += n
+		}
+	}
+	for at, n := range queued {
+		known, ended, err := g.diag.Queued(at)
+		if err != nil {
+			return 0, err
+		}
+		// Dumps have the same order each time. Apps that hold their sockets must not hide those that are gone.
+		rand.Shuffle(len(ended), func(i, j int) { ended[i], ended[j] = ended[j], ended[i] })
+		gone, err := g.resetGone(ended[:min(len(ended), maxEnded)])
+		if err != nil {
+			return 0, err
+		}
+		over += max(n-known, 0) + gone
+	}
+	return over, nil
+}
+
+// sibling returns the first listener with the family and port of l.
+func (g *Gate) sibling(l *Listener) *Listener {
+	i := slices.IndexFunc(g.Listeners, func(other *Listener) bool {
+		return other.at.Port() == l.at.Port() && other.at.Addr().Is4() == l.at.Addr().Is4()
+	})
+	return g.Listeners[i]
+}
+
+// resetGone resets those connections whose apps have closed their sockets, and counts them.
+func (g *Gate) resetGone(ended []sockdiag.Ended) (count int, err error) {
+	if len(ended) == 0 {
+		return 0, nil
+	}
+	raw, err := g.Listeners[0].file.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	err = netns.Of(raw, func() error {
+		for _, e := range ended {
+			// The app's socket has the original destination. If the entry is missing, nothing is known of the app.
+			app, err := conntrack.Flow{Source: e.Listener, Destination: e.Client}.Original()
+			if err != nil || g.AppState(app.Source, app.Destination) != sockdiag.AppClosed {
+				continue
+			}
+			count++
+			// A kernel without CONFIG_INET_DIAG_DESTROY cannot reset it. The relay drops it before it dials.
+			if g.diag.Reset(e) == nil {
+				_ = app.Forget() // a proxy that accepts it finds no destination to connect to
+			}
+		}
+		return nil
+	})
+	return count, err
 }
 
 // AppState says whether a process still holds the app's end of the connection from src to dst.

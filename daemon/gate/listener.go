@@ -134,13 +134,15 @@ func (l *Listener) Accept(ctx context.Context) (*net.TCPConn, error) {
 	}
 }
 
-// Refuse resets the connection that has waited longest. It reports whether one waited.
-func (l *Listener) Refuse() (bool, error) {
+// Refuse resets the connection that has waited longest. It reports whether there was one, and whether it was still
+// open.
+func (l *Listener) Refuse() (found, open bool, err error) {
 	fd, err := l.accept()
 	if err != nil || fd < 0 {
-		return false, err
+		return false, false, err
 	}
-	return true, errors.Join(socket.ResetOnClose(fd), unix.Close(fd))
+	_, gone := unix.Getpeername(fd) // fails with ENOTCONN after a reset
+	return true, gone == nil, errors.Join(socket.ResetOnClose(fd), unix.Close(fd))
 }
 
 // accept returns -1 when no connection waits.

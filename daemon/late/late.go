@@ -1,10 +1,12 @@
 // Package late ends the wait of captured connections that have waited for the upstream for longer than their pod's
-// timeout. They are reset, or go direct.
+// timeout: they are reset, or go direct. It also ends the wait of connections that the app has given up.
 package late
 
 import (
 	"context"
 	"errors"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -31,15 +33,17 @@ type Wait struct {
 	list   *Accepted
 	since  time.Time
 	cancel context.CancelCauseFunc
+	gone   func() error
 	// misconfigured is set while the upstream is there but answers in a way that an operator has to mend.
 	misconfigured bool
 }
 
-// Add begins a wait. The context ends with ctx, when the wait expires (its cause is ErrExpired or ErrDirect), or with
-// Done.
-func (a *Accepted) Add(ctx context.Context) (context.Context, *Wait) {
+// Add begins a wait. gone returns an error once the app has given up the connection. The context ends with ctx, when
+// the wait expires (its cause is ErrExpired or ErrDirect), at the next Forget when gone returns an error (its cause),
+// or with Done.
+func (a *Accepted) Add(ctx context.Context, gone func() error) (context.Context, *Wait) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	w := &Wait{list: a, since: time.Now(), cancel: cancel}
+	w := &Wait{list: a, since: time.Now(), cancel: cancel, gone: gone}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.waits == nil {
@@ -72,6 +76,21 @@ func (a *Accepted) Len() int {
 	return len(a.waits)
 }
 
+// Forget ends the waits of connections that are gone.
+func (a *Accepted) Forget() {
+	a.mu.Lock()
+	waits := slices.Collect(maps.Keys(a.waits))
+	a.mu.Unlock()
+	for _, w := range waits { // without the lock: gone asks the kernel
+		if err := w.gone(); err != nil {
+			w.cancel(err)
+			a.mu.Lock()
+			delete(a.waits, w)
+			a.mu.Unlock()
+		}
+	}
+}
+
 // Expire ends every wait that has lasted longer than timeout, with that cause, and counts them. While the upstream is
 // not late, a connection that it works on does not wait for it; only misconfigured waits expire then.
 func (a *Accepted) Expire(timeout time.Duration, upstreamLate bool, cause error) (count int) {
@@ -94,10 +113,11 @@ type Queued struct {
 }
 
 // Tick looks at the accept queues of g, and calls expire for each connection at the head of a queue that has waited for
-// timeout. expire takes the connection from the queue and reports whether there was one. While the upstream is late
-// nothing else takes connections; if something did, it took them from the head. Tick counts the expired connections.
+// timeout. expire takes the connection from the queue and reports whether there was one, and whether it was still open.
+// While the upstream is late nothing else takes connections; if something did, it took them from the head. Tick counts
+// the connections that were open.
 func (q *Queued) Tick(g *gate.Gate, now time.Time, timeout time.Duration,
-	expire func(*gate.Listener) (bool, error),
+	expire func(*gate.Listener) (found, open bool, err error),
 ) (count int) {
 	arrivals := map[*gate.Listener][]time.Time{}
 	for _, l := range g.Listeners {
@@ -111,11 +131,14 @@ func (q *Queued) Tick(g *gate.Gate, now time.Time, timeout time.Duration,
 			known = append(known, now)
 		}
 		for len(known) > 0 && now.Sub(known[0]) >= timeout {
-			if ok, err := expire(l); err != nil || !ok {
+			found, open, err := expire(l)
+			if err != nil || !found {
 				break
 			}
 			known = known[1:]
-			count++
+			if open {
+				count++
+			}
 		}
 		arrivals[l] = known
 	}

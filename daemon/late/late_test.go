@@ -10,13 +10,37 @@ import (
 
 const timeout = time.Minute
 
+// stays is the app of a connection that is never given up.
+func stays() error { return nil }
+
+// TestGoneConnectionsAreForgotten, and the others wait on.
+func TestGoneConnectionsAreForgotten(t *testing.T) {
+	t.Parallel()
+	var waits Accepted
+	var gone error
+	ctx, wait := waits.Add(t.Context(), func() error { return gone })
+	defer wait.Done()
+	other, otherWait := waits.Add(t.Context(), stays)
+	defer otherWait.Done()
+	waits.Forget()
+	if ctx.Err() != nil || waits.Len() != 2 {
+		t.Errorf("before: got context %v, %d waits; want both to wait", ctx.Err(), waits.Len())
+	}
+	gone = errors.New("the app is gone")
+	waits.Forget()
+	if !errors.Is(context.Cause(ctx), gone) || other.Err() != nil || waits.Len() != 1 {
+		t.Errorf("after: got cause %v, other context %v, %d waits; want the first wait ended alone",
+			context.Cause(ctx), other.Err(), waits.Len())
+	}
+}
+
 // TestWaitExpiresAfterItsTimeout, and is counted once.
 func TestWaitExpiresAfterItsTimeout(t *testing.T) {
 	t.Parallel()
 	for _, cause := range []error{ErrExpired, ErrDirect} {
 		synctest.Test(t, func(t *testing.T) {
 			var waits Accepted
-			ctx, wait := waits.Add(t.Context())
+			ctx, wait := waits.Add(t.Context(), stays)
 			defer wait.Done()
 			time.Sleep(timeout)
 			if got := waits.Expire(timeout, true, cause); got != 0 || ctx.Err() != nil {
@@ -38,10 +62,10 @@ func TestEachWaitHasATimeoutOfItsOwn(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var waits Accepted
-		early, earlyWait := waits.Add(t.Context())
+		early, earlyWait := waits.Add(t.Context(), stays)
 		defer earlyWait.Done()
 		time.Sleep(timeout)
-		later, laterWait := waits.Add(t.Context())
+		later, laterWait := waits.Add(t.Context(), stays)
 		defer laterWait.Done()
 		time.Sleep(time.Second)
 		if got := waits.Expire(timeout, true, ErrExpired); got != 1 || waits.Len() != 1 {
@@ -58,9 +82,9 @@ func TestOnlyMisconfiguredWaitsExpireWhileTheUpstreamIsReady(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var waits Accepted
-		served, servedWait := waits.Add(t.Context())
+		served, servedWait := waits.Add(t.Context(), stays)
 		defer servedWait.Done()
-		refused, refusedWait := waits.Add(t.Context())
+		refused, refusedWait := waits.Add(t.Context(), stays)
 		defer refusedWait.Done()
 		refusedWait.Misconfigured()
 		time.Sleep(2 * timeout)
@@ -78,7 +102,7 @@ func TestWaitThatIsDoneDoesNotExpire(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var waits Accepted
-		ctx, wait := waits.Add(t.Context())
+		ctx, wait := waits.Add(t.Context(), stays)
 		wait.Done()
 		time.Sleep(2 * timeout)
 		if got := waits.Expire(timeout, true, ErrExpired); got != 0 || waits.Len() != 0 {

@@ -1,4 +1,4 @@
-// Package netns looks up addresses and routes in network namespaces.
+// Package netns looks up addresses and routes in network namespaces, and enters the netns of a socket.
 package netns
 
 import (
@@ -7,9 +7,12 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"strconv"
+	"syscall"
 
 	"github.com/containernetworking/plugins/pkg/ns"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 )
 
 // Address is an address of an interface.
@@ -68,6 +71,20 @@ func Bridges(path string) ([]int, error) {
 		return nil, fmt.Errorf("listing bridges in netns %s: %w", path, err)
 	}
 	return found, nil
+}
+
+// Of calls do on a thread in the netns of a socket.
+func Of(socket syscall.RawConn, do func() error) error {
+	var fd int
+	var err error
+	if cerr := socket.Control(func(s uintptr) { fd, err = unix.IoctlRetInt(int(s), unix.SIOCGSKNS) }); cerr != nil {
+		return cerr
+	}
+	if err != nil {
+		return fmt.Errorf("SIOCGSKNS: %w", err)
+	}
+	defer unix.Close(fd) //nolint:errcheck // nothing was written
+	return ns.WithNetNSPath("/proc/self/fd/"+strconv.Itoa(fd), func(ns.NetNS) error { return do() })
 }
 
 // SourceTo returns the address from which the calling thread's netns connects to dst, or the zero value if no route

@@ -3,7 +3,6 @@ package relay
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net"
 	"net/netip"
 	"time"
@@ -29,6 +28,10 @@ const (
 func (s *Server) serve(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, slot *slot) {
 	c, peer, first, err := s.establish(ctx, g, l, conn, slot)
 	switch refused := (refusedError{}); {
+	case errors.Is(err, captured.ErrGone):
+		s.relay.log.Debug("connection given up", "pod", s.Pod.String(), "source", c.Source.String(),
+			"destination", c.Destination.String())
+		socket.Reset(conn)
 	case errors.As(err, &refused):
 		s.relay.log.Warn("connection refused", "pod", s.Pod.String(), "source", c.Source.String(),
 			"destination", c.Destination.String(), "err", err)
@@ -56,10 +59,14 @@ func (s *Server) establish(ctx context.Context, g *gate.Gate, l *gate.Listener, 
 	c captured.Conn, peer *net.TCPConn, first []byte, err error,
 ) {
 	defer slot.leave()
-	if c, err = captured.New(g, l, conn); err != nil {
+	c, err = captured.New(g, l, conn)
+	switch {
+	case errors.Is(err, captured.ErrGone):
+		return c, nil, nil, err
+	case err != nil:
 		return c, nil, nil, refusedError{err}
 	}
-	waiting, wait := s.Accepted.Add(ctx)
+	waiting, wait := s.Accepted.Add(ctx, c.Gone)
 	defer wait.Done()
 	peer, first, err = s.connect(waiting, c, slot, wait)
 	if waiting.Err() != nil {
@@ -84,8 +91,9 @@ func (s *Server) connect(ctx context.Context, c captured.Conn, slot *slot, wait 
 			return nil, nil, ctx.Err()
 		case errors.Is(err, upstream.ErrUnreachable):
 			return nil, nil, err
-		case socket.IsReset(c.TCPConn):
-			return nil, nil, fmt.Errorf("the app gave up: %w", err)
+		}
+		if err := c.Gone(); err != nil {
+			return nil, nil, err
 		}
 		if errors.Is(err, upstream.ErrMisconfigured) {
 			retry = lastRetry

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -203,6 +204,72 @@ func TestLateUpstreamLeavesConnectionsInTheQueue(t *testing.T) {
 	if got, want := s.pod.Counts().Bytes, uint64(5*2*len("early 0")); got < want {
 		t.Errorf("got %d bytes, want %d and the headers", got, want)
 	}
+}
+
+// TestGivenUpConnectionsAreNotAskedFor, however the app ended them. One with data is served, and so is one whose app
+// has only ended its side.
+func TestGivenUpConnectionsAreNotAskedFor(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	_ = s.dial(t, "192.0.2.1:443").Close()
+	socket.Reset(s.dial(t, "192.0.2.2:443"))
+	halfClosed := s.dial(t, "192.0.2.3:443")
+	testbed.CloseWrite(t, halfClosed)
+	forgotten := s.dial(t, "192.0.2.4:443")
+	testbed.Send(t, forgotten, "the last words")
+	_ = forgotten.Close()
+	testbed.Eventually(t, "all are in the accept queue", func() bool { return s.queued(t) == 4 })
+	// A process that another test forks holds closed sockets until it has executed its program.
+	testbed.Eventually(t, "the apps are gone", func() bool {
+		over, err := s.gate.Sweep()
+		return over == 2 && err == nil
+	})
+	asked := make(chan string, 4)
+	s.proxy(t, func(r *http.Request) int {
+		asked <- r.Host
+		return http.StatusOK
+	})
+	got := []string{<-asked, <-asked}
+	_ = halfClosed.Close() // by CONNECT its end is held back until then
+	testbed.Eventually(t, "no connection waits or is open", func() bool {
+		return s.queued(t)+s.accepted.Len()+s.pod.Counts().Open == 0
+	})
+	slices.Sort(got)
+	if want := []string{"192.0.2.3:443", "192.0.2.4:443"}; !slices.Equal(got, want) || len(asked) > 0 {
+		t.Errorf("the upstream was asked for %q and %d others, want %q", got, len(asked), want)
+	}
+}
+
+// TestAppThatGivesUpEndsItsWait: it closes the connection without a byte while the upstream takes long to answer.
+func TestAppThatGivesUpEndsItsWait(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	asked, answer := make(chan struct{}, 1), make(chan struct{})
+	s.proxy(t, func(*http.Request) int {
+		asked <- struct{}{}
+		<-answer
+		return http.StatusOK
+	})
+	defer close(answer)
+	app := s.dial(t, web)
+	<-asked
+	_ = app.Close()
+	testbed.Eventually(t, "no connection waits or is open", func() bool {
+		s.accepted.Forget()
+		return s.isIdle()
+	})
+}
+
+// TestConnectionResetInTheQueueIsDropped, and the next one is served.
+func TestConnectionResetInTheQueueIsDropped(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	socket.Reset(s.dial(t, web))
+	testbed.Eventually(t, "it is in the accept queue", func() bool { return s.queued(t) == 1 })
+	s.proxy(t, ok)
+	app := s.dial(t, web)
+	testbed.Send(t, app, "x")
+	testbed.CheckReads(t, "the app", app, "x")
 }
 
 // TestFailedRequestIsRepeated: no byte of the app has been sent, so that is safe.

@@ -136,27 +136,95 @@ func parse(reply []byte) (*message, bool) {
 // Destroy closes the listener at an address, whichever process has it (tcp_abort in net/ipv4/tcp.c). A listener that
 // does not exist is no error.
 func (c *Conn) Destroy(at netip.AddrPort) error {
-	ignore := func([]byte) bool { return true }
-	err := c.execute(nl.SOCK_DESTROY, unix.NLM_F_ACK, requestFor(at, netip.AddrPort{}), ignore)
+	return c.destroy(at, requestFor(at, netip.AddrPort{}))
+}
+
+func (c *Conn) destroy(at netip.AddrPort, r *request) error {
+	err := c.execute(nl.SOCK_DESTROY, unix.NLM_F_ACK, r, func([]byte) bool { return true })
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return fmt.Errorf("SOCK_DESTROY of port %d of %s: %w", at.Port(), at.Addr(), err)
 	}
 	return nil
 }
 
-// connected are the states in which a process may still hold the socket of a connection: ESTABLISHED, FIN_WAIT1,
-// FIN_WAIT2, CLOSE_WAIT, LAST_ACK and CLOSING (net/tcp_states.h).
-const connected = 1<<1 | 1<<4 | 1<<5 | 1<<8 | 1<<9 | 1<<11
+// Ended is a connection in an accept queue whose client has ended its side, and has sent no byte before.
+type Ended struct {
+	// Listener and Client are its addresses as the listener sees them.
+	Listener, Client netip.AddrPort
 
-// Count counts the connections to a local port, in both address families. Connections in an accept queue count too.
+	request request // for this socket and no later one with these addresses
+}
+
+// Reset ends the connection. It stays in the accept queue until it is accepted.
+func (c *Conn) Reset(e Ended) error { return c.destroy(e.Listener, &e.request) }
+
+// Queued counts the connections in the accept queues at the port of the address, in the family of the address, and
+// lists those that have ended. Connections that were reset are in the queue too, but not in the kernel's table, and are
+// not counted. The kernel walks its table of sockets for it.
+func (c *Conn) Queued(at netip.AddrPort) (count int, ended []Ended, err error) {
+	r := requestFor(netip.AddrPortFrom(unspecified(at.Addr()), at.Port()), netip.AddrPort{})
+	r.states = 1<<tcpEstablished | 1<<tcpCloseWait
+	err = c.execute(nl.SOCK_DIAG_BY_FAMILY, unix.NLM_F_DUMP, r, func(reply []byte) bool {
+		m, ok := parse(reply)
+		if !ok || !m.isQueued() {
+			return true
+		}
+		count++
+		if m.state == tcpCloseWait && m.rqueue <= 1 { // the FIN counts as a byte
+			ended = append(ended, m.ended())
+		}
+		return true
+	})
+	if err != nil {
+		return 0, nil, fmt.Errorf("listing connections that wait at port %d: %w", at.Port(), err)
+	}
+	return count, ended, nil
+}
+
+func unspecified(a netip.Addr) netip.Addr {
+	if a.Is4() {
+		return netip.IPv4Unspecified()
+	}
+	return netip.IPv6Unspecified()
+}
+
+// isQueued reports whether the connection is in an accept queue: no process has a descriptor of it. One that was
+// accepted and closed is in another state.
+func (m *message) isQueued() bool {
+	return m.inode == 0 && (m.state == tcpEstablished || m.state == tcpCloseWait)
+}
+
+func (m *message) ended() Ended {
+	length := 16
+	if m.family == unix.AF_INET {
+		length = 4
+	}
+	at := func(address [16]byte, port [2]byte) netip.AddrPort {
+		a, _ := netip.AddrFromSlice(address[:length]) // has one of the two lengths
+		return netip.AddrPortFrom(a, binary.BigEndian.Uint16(port[:]))
+	}
+	r := request{family: m.family, protocol: unix.IPPROTO_TCP, states: ^uint32(0), id: m.id}
+	return Ended{Listener: at(m.id.src, m.id.sport), Client: at(m.id.dst, m.id.dport), request: r}
+}
+
+// TCP states, net/tcp_states.h.
+const tcpEstablished, tcpCloseWait = 1, 8
+
+// connected are the states in which a process may still hold the socket of a connection: ESTABLISHED, FIN_WAIT1,
+// FIN_WAIT2, CLOSE_WAIT, LAST_ACK and CLOSING.
+const connected = 1<<tcpEstablished | 1<<4 | 1<<5 | 1<<tcpCloseWait | 1<<9 | 1<<11
+
+// Count counts the accepted connections to a local port, in both address families.
 func (c *Conn) Count(port uint16) (Counts, error) {
 	var sum Counts
 	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
 		r := request{family: family, protocol: unix.IPPROTO_TCP, states: connected, extensions: 1 << (diagInfo - 1)}
 		binary.BigEndian.PutUint16(r.id.sport[:], port)
 		err := c.execute(nl.SOCK_DIAG_BY_FAMILY, unix.NLM_F_DUMP, &r, func(reply []byte) bool {
-			sum.Open++
-			sum.Bytes += carried(reply)
+			if m, ok := parse(reply); ok && !m.isQueued() {
+				sum.Open++
+				sum.Bytes += carried(reply)
+			}
 			return true
 		})
 		if err != nil && !errors.Is(err, nl.ErrDumpInterrupted) { // interrupted: nearly right, and only displayed

@@ -43,13 +43,28 @@ func ResetOnClose(fd int) error {
 
 // TCP states, net/tcp_states.h.
 const (
-	tcpFinWait2 = 5
-	tcpClose    = 7
+	tcpFinWait2  = 5
+	tcpClose     = 7
+	tcpCloseWait = 8
 )
 
 // IsReset reports whether the peer has reset the connection, or the connection is closed. A peer that has only shut its
 // sending side down may have sent bytes that are still to be read.
 func IsReset(c *net.TCPConn) bool { return state(c) == tcpClose }
+
+// IsEmpty reports whether the peer has ended its side, and no byte of it is left to be read.
+func IsEmpty(c *net.TCPConn) bool {
+	if state(c) != tcpCloseWait {
+		return false
+	}
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return false
+	}
+	var unread int
+	cerr := raw.Control(func(fd uintptr) { unread, err = unix.IoctlGetInt(int(fd), unix.SIOCINQ) })
+	return cerr == nil && err == nil && unread == 0
+}
 
 // IsFINAcked reports whether the peer's kernel has acknowledged our FIN, and so every byte before it, while the peer
 // has not ended its own side.

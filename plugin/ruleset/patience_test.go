@@ -9,8 +9,8 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// TestPatience: until a pod is known to be captured only the sysctls of SYNs change, and a sysctl that is beyond the
-// wanted value already keeps its value.
+// TestPatience: until a pod is known to be captured, only the sysctls of SYNs and of conntrack entries change. A sysctl
+// that is beyond the wanted value already keeps its value.
 func TestPatience(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
@@ -19,7 +19,9 @@ func TestPatience(t *testing.T) {
 		t.Skipf("this kernel has no %s", quick)
 	}
 	get := func(name string) string { return strings.TrimSpace(h.Exec("sysctl", "-n", name)) }
-	before := []string{get(quick), get("net.ipv4.tcp_retries2")}
+	before := []string{get(quick), get("net.ipv4.tcp_retries2"), get("net.ipv4.tcp_orphan_retries")}
+	const conntrack = "net.netfilter.nf_conntrack_tcp_timeout_"
+	h.Exec("sysctl", "-qw", conntrack+"last_ack=500000")
 	check := func(when, name, want string) {
 		t.Helper()
 		if got := get(name); got != want {
@@ -37,9 +39,17 @@ func TestPatience(t *testing.T) {
 	check("provisional", "net.ipv4.tcp_syn_linear_timeouts", "127")
 	check("provisional", quick, before[0])
 	check("provisional", "net.ipv4.tcp_retries2", before[1])
+	check("provisional", "net.ipv4.tcp_orphan_retries", before[2])
+	check("provisional", "net.ipv4.tcp_fin_timeout", "120")
+	check("provisional", conntrack+"close_wait", get(conntrack+"established"))
+	check("provisional", conntrack+"fin_wait", get(conntrack+"established"))
+	check("beyond the wanted value", conntrack+"last_ack", "500000")
+	check("ended connections", conntrack+"time_wait", "120")
+	check("reset connections", conntrack+"close", "10")
 	patience(true)
 	check("captured", quick, "5000")
 	check("captured", "net.ipv4.tcp_retries2", "188")
+	check("captured", "net.ipv4.tcp_orphan_retries", "255")
 	h.Exec("sysctl", "-qw", quick+"=2000", "net.ipv4.tcp_retries2=250")
 	patience(true)
 	check("beyond the wanted value", quick, "2000")
