@@ -235,8 +235,8 @@ func (a *addition) install(ctx context.Context, r ruleset.Ruleset) error {
 			"while sluiced is down its connections are refused, not held", a.record.Attachment)
 	}
 	if installed.Wall != ruleset.WallFull {
-		logf("%s: this kernel lacks nftables or its hook for frames, so the wall sees not all packets that leave the pod",
-			a.record.Attachment)
+		logf("%s: this kernel lacks nftables or its hook for frames, so the wall does not see all packets that leave "+
+			"the pod", a.record.Attachment)
 	}
 	if err := ruleset.Patience(a.record.Netns, a.record.State == attach.Captured); err != nil {
 		logf("%s: its connections time out sooner if sluiced is late: %s", a.record.Attachment, err)

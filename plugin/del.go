@@ -75,8 +75,8 @@ func announce(store attach.Store, r attach.Record) {
 		return
 	}
 	r.State = attach.Removing
-	if err := store.Write(r); err != nil {
-		logf("detaching %s: %s", r.Attachment, err) // such as on a full disk; if rules are restored, the next DEL removes them
+	if err := store.Write(r); err != nil { // such as on a full disk
+		logf("detaching %s: %s", r.Attachment, err)
 	}
 }
 

@@ -89,8 +89,8 @@ func (a *Agent) takeUp(ctx context.Context, r attach.Record, s scope) error {
 		return nil
 	}
 	if r.State == attach.Adding {
-		// Its ADD goes on and writes another record, or it was killed and DEL removes its rules. An attachment that this
-		// daemon has decided about stays as decided: ADD may have succeeded since the record was read.
+		// Its ADD goes on and writes another record, or it was killed and DEL removes its rules. An attachment that
+		// this daemon has decided about stays as decided: ADD may have succeeded since the record was read.
 		if _, known := e.Record(r.ID); !known {
 			e.Add(r)
 		}

@@ -141,8 +141,8 @@ func (a *Agent) restore(
 		return fmt.Errorf("restoring rules that were changed (%s): %w", drift[0], err)
 	}
 	a.restored.Add(1)
-	times := append(a.verifier.restored[e.ID], now)
-	times = slices.DeleteFunc(times, func(t time.Time) bool { return now.Sub(t) > undoneWithin })
+	times := slices.DeleteFunc(a.verifier.restored[e.ID], func(t time.Time) bool { return now.Sub(t) > undoneWithin })
+	times = append(times, now)
 	a.verifier.restored[e.ID] = times
 	text := fmt.Sprintf("the pod's rules were not as installed and were restored: %s", summary(drift))
 	reason := reasonRestored
@@ -185,7 +185,7 @@ func (a *Agent) knowBridges(r attach.Record) error {
 
 // senders describes the likely senders of stopped packets.
 var senders = map[ruleset.Sender]string{
-	ruleset.SenderPod: "a process in the pod: by a raw socket, or on a connection that the kernel's connection " +
+	ruleset.SenderPod: "a process in the pod, by a raw socket or on a connection that the kernel's connection " +
 		"tracking does not know",
 	ruleset.SenderNested: "a container nested in the pod",
 	ruleset.SenderPacket: "a packet socket, or a network stack of its own such as gVisor's or Kata's",
@@ -207,8 +207,8 @@ func (a *Agent) Count() {
 			for _, r := range e.Records() {
 				a.log.Warn("packets were stopped that would have left a pod around the proxy",
 					"attachment", r.String(), "sender", string(sender))
-				a.orchestrator.Report(r.Pod, true, reasonStopped,
-					"packets were stopped that would have left the pod around the proxy. The likely sender: "+senders[sender])
+				a.orchestrator.Report(r.Pod, true, reasonStopped, "packets were stopped that would have left the pod "+
+					"around the proxy. The likely sender: "+senders[sender])
 			}
 		}
 	}

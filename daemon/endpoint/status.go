@@ -103,13 +103,14 @@ func shortcomings(in ruleset.Installed) (notes []string) {
 		notes = append(notes, "no SYN gate, because this kernel lacks the socket match: "+
 			"connections are refused while sluiced is down")
 	}
-	switch {
-	case in.Wall == ruleset.WallNone:
-		notes = append(notes, "no wall, because this kernel lacks nftables: segments of connections that the kernel has "+
-			"forgotten, and packet sockets, go around the upstream")
-	case in.Wall == ruleset.WallRouted:
-		notes = append(notes, "the wall does not see packet sockets, because this kernel has no nftables hook for frames "+
-			"(Linux 5.16): they go around the upstream")
+	switch in.Wall {
+	case ruleset.WallFull:
+	case ruleset.WallRouted:
+		notes = append(notes, "the wall does not see packet sockets, because this kernel has no nftables hook for "+
+			"frames (Linux 5.16): they go around the upstream")
+	case ruleset.WallNone:
+		notes = append(notes, "no wall, because this kernel lacks nftables: segments of connections that the kernel "+
+			"has forgotten, and packet sockets, go around the upstream")
 	}
 	if in.Ruleset.KeepOlder {
 		notes = append(notes, "captured while it ran: connections that are older than the capture go on around the "+

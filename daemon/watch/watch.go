@@ -1,5 +1,5 @@
-// Package watch watches the netns of captured pods: it tells when their rules or interfaces may have changed, and counts
-// the packets that their walls have stopped.
+// Package watch watches the netns of captured pods: it tells when their rules or interfaces may have changed, and
+// counts the packets that their walls have stopped.
 //
 // The kernel reports changes of nftables, of interfaces and of addresses, and the tools of iptables-nft change nftables
 // too. It does not report changes that the legacy tools make; Round is for those.
@@ -158,8 +158,8 @@ func (w *Watcher) Again(id attach.NetnsID) {
 // Changed receives when Take may return something.
 func (w *Watcher) Changed() <-chan struct{} { return w.changed }
 
-// rest is the time between two returns of one netns by Take. A pod that changes its rules all the time does not keep the
-// daemon busy.
+// rest is the time between two returns of one netns by Take. A pod that changes its rules all the time does not keep
+// the daemon busy.
 const rest = time.Second
 
 // Take returns the netns that have changed. One that was returned less than a second ago is returned by a later call.
@@ -193,8 +193,8 @@ func compare(a, b attach.NetnsID) int {
 	return slices.Compare([]uint64{a.Dev, a.Ino, a.Cookie}, []uint64{b.Dev, b.Ino, b.Cookie})
 }
 
-// Count reads the counters of the netns in which in is installed. It returns the senders that have had no packet stopped
-// there before.
+// Count reads the counters of the netns in which in is installed. It returns the senders that have had no packet
+// stopped there before.
 func (w *Watcher) Count(id attach.NetnsID, in ruleset.Installed) (first []ruleset.Sender, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

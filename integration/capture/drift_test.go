@@ -77,7 +77,7 @@ func TestStoppedPacketsAreCounted(t *testing.T) {
 			frame := testbed.Segment{From: to, To: to, Flags: 2}.Frame()
 			testbed.SendFrames(w.pod.Host, "eth0", testbed.FrameOptions{}, frame, frame, frame)
 		}
-		testbed.Eventually(t, "the status has a full wall, and 3 packets of packet sockets that it has stopped", func() bool {
+		testbed.Eventually(t, "the status has a full wall that has stopped 3 packets", func() bool {
 			a := w.daemon.Status().Attachments
 			return len(a) == 1 && a[0].Wall == "full" && len(a[0].Stopped) == 1 && a[0].Stopped["packet"] == 3
 		})

@@ -196,11 +196,11 @@ type Segment struct {
 
 // Frame is the frame to the broadcast address. Checksums are left out: nobody on the way looks at those of TCP.
 func (s Segment) Frame() []byte {
-	tcp := make([]byte, 20)
-	binary.BigEndian.PutUint16(tcp, s.From.Port())
-	binary.BigEndian.PutUint16(tcp[2:], s.To.Port())
-	tcp[12], tcp[13] = 5<<4, s.Flags
-	tcp = append(tcp, s.Payload...)
+	header := make([]byte, 20)
+	binary.BigEndian.PutUint16(header, s.From.Port())
+	binary.BigEndian.PutUint16(header[2:], s.To.Port())
+	header[12], header[13] = 5<<4, s.Flags
+	tcp := slices.Concat(header, s.Payload)
 	f := slices.Concat([]byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 2, 0, 0, 0, 0, 1}, s.Tags)
 	if s.To.Addr().Is4() {
 		ip := []byte{0x45, 0, 0, 0, 0, 0, 0, 0, 64, unix.IPPROTO_TCP, 0, 0}

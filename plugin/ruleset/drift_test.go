@@ -158,13 +158,16 @@ var commonDamages = []damage{
 		[]string{"nft flush chain ip6 sluice-wall SLUICE_STOP"},
 		[]string{
 			"IPv6 table sluice-wall chain SLUICE_STOP: missing or changed: SLUICE_STOP: sent by a nested container",
-			"IPv6 table sluice-wall chain SLUICE_STOP: missing or changed: SLUICE_STOP: sent by a socket in the pod's netns",
+			"IPv6 table sluice-wall chain SLUICE_STOP: missing or changed: SLUICE_STOP: " +
+				"sent by a socket in the pod's netns",
 		},
 	},
 	{
 		"the wall's hook is deleted",
 		[]string{"nft delete chain netdev sluice-wall EGRESS_eth0"},
-		[]string{"link table sluice-wall chain EGRESS_eth0: missing or changed: EGRESS_eth0: frames for a CNI interface"},
+		[]string{
+			"link table sluice-wall chain EGRESS_eth0: missing or changed: EGRESS_eth0: frames for a CNI interface",
+		},
 	},
 }
 

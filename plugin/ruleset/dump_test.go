@@ -44,7 +44,8 @@ func describe(e expr.Any) string {
 	switch e := e.(type) {
 	case *expr.Meta:
 		keys := map[expr.MetaKey]string{
-			expr.MetaKeyIIF: "iif", expr.MetaKeyOIF: "oif", expr.MetaKeyIIFNAME: "iifname", expr.MetaKeyOIFNAME: "oifname",
+			expr.MetaKeyIIF: "iif", expr.MetaKeyOIF: "oif",
+			expr.MetaKeyIIFNAME: "iifname", expr.MetaKeyOIFNAME: "oifname",
 			expr.MetaKeyL4PROTO: "l4proto", expr.MetaKeyMARK: "mark", expr.MetaKeyRTCLASSID: "rtclassid",
 			metaKeyIIFKIND: "iifkind", metaKeyOIFKIND: "oifkind",
 		}
@@ -63,7 +64,8 @@ func describe(e expr.Any) string {
 		return fmt.Sprintf("range %s reg %d %x to %x", compare(e.Op), e.Register, e.FromData, e.ToData)
 	case *expr.Ct:
 		keys := map[expr.CtKey]string{
-			expr.CtKeySTATE: "state", expr.CtKeySTATUS: "status", expr.CtKeyMARK: "mark", expr.CtKeyDIRECTION: "direction",
+			expr.CtKeySTATE: "state", expr.CtKeySTATUS: "status",
+			expr.CtKeyMARK: "mark", expr.CtKeyDIRECTION: "direction",
 		}
 		return transfer("ct", keys[e.Key], e.SourceRegister, e.Register)
 	case *expr.Fib:
@@ -88,7 +90,8 @@ func describe(e expr.Any) string {
 		return fmt.Sprintf("reject type %d code %d", e.Type, e.Code)
 	case *expr.Verdict:
 		kinds := map[expr.VerdictKind]string{
-			expr.VerdictReturn: "return", expr.VerdictAccept: "accept", expr.VerdictDrop: "drop", expr.VerdictJump: "jump",
+			expr.VerdictReturn: "return", expr.VerdictAccept: "accept", expr.VerdictDrop: "drop",
+			expr.VerdictJump: "jump",
 		}
 		return strings.TrimSpace(kinds[e.Kind] + " " + e.Chain)
 	}

@@ -35,11 +35,13 @@ type goldenCase struct {
 
 func (c goldenCase) installed() Installed {
 	in := Installed{
-		Ruleset: Provisional("eth0"), SYNGate: !c.noSYNGate, Wall: WallFull, Interfaces: []Interface{{Name: "eth0", MAC: "02:00:00:00:00:01"}},
+		Ruleset: Provisional("eth0"), SYNGate: !c.noSYNGate, Wall: WallFull,
+		Interfaces: []Interface{{Name: "eth0", MAC: "02:00:00:00:00:01"}},
 	}
 	c.change(&in.Ruleset)
 	if !c.noAddress {
-		in.Interfaces[0].IPv4, in.Interfaces[0].IPv6 = netip.MustParseAddr("10.88.0.2"), netip.MustParseAddr("fd00:88::2")
+		in.Interfaces[0].IPv4 = netip.MustParseAddr("10.88.0.2")
+		in.Interfaces[0].IPv6 = netip.MustParseAddr("fd00:88::2")
 	}
 	if c.noWall {
 		in.Wall = WallNone

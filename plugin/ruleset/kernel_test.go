@@ -76,7 +76,8 @@ func newPod(t *testing.T) *testbed.Host {
 // eth0 is the interface of newPod.
 func eth0() ruleset.Interface {
 	return ruleset.Interface{
-		Name: "eth0", MAC: "02:00:00:00:00:02", IPv4: netip.MustParseAddr("192.0.2.2"), IPv6: netip.MustParseAddr("2001:db8::2"),
+		Name: "eth0", MAC: "02:00:00:00:00:02",
+		IPv4: netip.MustParseAddr("192.0.2.2"), IPv6: netip.MustParseAddr("2001:db8::2"),
 	}
 }
 
@@ -125,8 +126,8 @@ func TestApplyCheckRemove(t *testing.T) {
 					Ruleset: r, Backend: backend, SYNGate: true, Revision: ruleset.Revision, IPv6: true,
 					Wall: ruleset.WallFull, Interfaces: []ruleset.Interface{eth0()},
 				}
-				comparable := cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{}, netip.Addr{})
-				if diff := cmp.Diff(want, in, comparable); diff != "" {
+				equate := cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{}, netip.Addr{})
+				if diff := cmp.Diff(want, in, equate); diff != "" {
 					t.Errorf("Apply (-want +got):\n%s", diff)
 				}
 				checkNoDrift(t, h, in)

@@ -67,12 +67,15 @@ var nftHooks = map[string]map[string]nftHook{
 	"wall": {
 		chainOutput:      {nftables.ChainTypeFilter, nftables.ChainHookOutput, beforeNAT},
 		chainPrerouting:  {nftables.ChainTypeFilter, nftables.ChainHookPrerouting, beforeNAT},
-		chainPostrouting: {nftables.ChainTypeFilter, nftables.ChainHookPostrouting, nftables.ChainPriorityConntrackHelper},
+		chainPostrouting: {nftables.ChainTypeFilter, nftables.ChainHookPostrouting, last},
 		chainEgress:      {nftables.ChainTypeFilter, nftables.ChainHookEgress, nftables.ChainPriorityFilter},
 	},
 }
 
-var beforeNAT = nftables.ChainPriorityRef(*nftables.ChainPriorityNATDest - 10)
+var (
+	beforeNAT = new(*nftables.ChainPriorityNATDest - 10)
+	last      = nftables.ChainPriorityConntrackHelper
+)
 
 func (nftablesBackend) apply(_ context.Context, _ Family, tables []table) error {
 	return replaceTables(tables, tables)
@@ -107,7 +110,8 @@ func transact(conn *nftables.Conn, old, fresh []table) error {
 		// Only existing tables, not add-then-delete: closing the socket waits until deleted tables are freed, a
 		// grace period of RCU (nft_rcv_nl_event, net/netfilter/nf_tables_api.c), which takes 10 ms or more.
 		nt := nftTable(t)
-		if slices.ContainsFunc(have, func(h *nftables.Table) bool { return h.Name == nt.Name && h.Family == nt.Family }) {
+		is := func(h *nftables.Table) bool { return h.Name == nt.Name && h.Family == nt.Family }
+		if slices.ContainsFunc(have, is) {
 			conn.DelTable(nt)
 		}
 	}

@@ -182,13 +182,16 @@ type Interface struct {
 
 // String returns the name and the addresses.
 func (i Interface) String() string {
-	text := strings.TrimSpace(i.Name + " " + i.MAC)
+	words := []string{i.Name}
+	if i.MAC != "" {
+		words = append(words, i.MAC)
+	}
 	for _, a := range []netip.Addr{i.IPv4, i.IPv6} {
 		if a.IsValid() {
-			text += " with " + a.String()
+			words = append(words, "with", a.String())
 		}
 	}
-	return text
+	return strings.Join(words, " ")
 }
 
 func (i Interface) addr(f Family) netip.Addr {
@@ -360,11 +363,13 @@ func (r Ruleset) gate(f Family, interfaces []Interface) chain {
 	for _, i := range interfaces {
 		if a := i.addr(f); a.IsValid() {
 			to := target{verb: verbDNAT, to: netip.AddrPortFrom(a, port)}
-			c.rules = append(c.rules, rule{match{proto: "tcp", out: i.Name}, to, "to the gate, by that interface's address"})
+			leaves := match{proto: "tcp", out: i.Name}
+			c.rules = append(c.rules, rule{leaves, to, "to the gate, by that interface's address"})
 		}
 	}
 	to := target{verb: verbRedirect, to: netip.AddrPortFrom(netip.Addr{}, port)}
-	c.rules = append(c.rules, rule{match{proto: "tcp"}, to, "to the gate, from a nested container or without an address"})
+	why := "to the gate, from a nested container or without an address"
+	c.rules = append(c.rules, rule{match{proto: "tcp"}, to, why})
 	return c
 }
 

@@ -90,7 +90,8 @@ type Ruleset struct {
 	ExcludeSources []netip.Prefix `json:"excludeSources,omitempty"`
 	// RejectQUIC answers captured UDP 443 with port-unreachable, so that clients fall back to TCP at once.
 	RejectQUIC bool `json:"rejectQUIC"`
-	// Other says whether captured destinations may be sent packets that are neither TCP nor QUIC. Empty means OtherAllow.
+	// Other says whether captured destinations may be sent packets that are neither TCP nor QUIC. Empty means
+	// OtherAllow.
 	Other string `json:"other,omitempty"`
 	// Resolvers are the pod's name servers: OtherDNS lets out UDP to their port 53.
 	Resolvers []netip.Addr `json:"resolvers,omitempty"`
@@ -115,7 +116,8 @@ var Others = []string{OtherAllow, OtherDNS, OtherDeny}
 // CapturePorts returns the ports that captured connections are redirected to.
 func (r Ruleset) CapturePorts() Ports {
 	return Ports{
-		Outbound: cmp.Or(r.Ports.Outbound, DefaultPorts.Outbound), Inbound: cmp.Or(r.Ports.Inbound, DefaultPorts.Inbound),
+		Outbound: cmp.Or(r.Ports.Outbound, DefaultPorts.Outbound),
+		Inbound:  cmp.Or(r.Ports.Inbound, DefaultPorts.Inbound),
 	}
 }
 

@@ -148,7 +148,8 @@ func TestRulesetInJSON(t *testing.T) {
 		if err := json.Unmarshal(data, &got); err != nil {
 			t.Fatalf("%s: %v", tc.name, err)
 		}
-		if diff := cmp.Diff(want, got, cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{}, netip.Addr{})); diff != "" {
+		equate := cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{}, netip.Addr{})
+		if diff := cmp.Diff(want, got, equate); diff != "" {
 			t.Errorf("%s: %s (-want +got):\n%s", tc.name, data, diff)
 		}
 	}

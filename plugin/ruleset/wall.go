@@ -99,7 +99,7 @@ func (r Ruleset) decide() chain {
 	c := chain{name: chainDecide, rules: []rule{
 		{match{proto: "tcp", notSYN: true, letOut: true}, targetReturn, "its connection was let out"},
 		// Only with state NEW: the entry outlives the connection, and its port may get another user.
-		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetReturn, "sluiced has marked it to go direct"},
+		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetReturn, "sluiced lets it go direct"},
 	}}
 	if r.KeepOlder {
 		c.rules = append(c.rules, rule{
@@ -115,7 +115,7 @@ func (r Ruleset) decide() chain {
 
 func (r Ruleset) captureWall(f Family) chain {
 	others := r.others(f, jump(chainStop), "it was not rejected before", "it was not rejected before")
-	return r.capture(others, rule{match{}, jump(chainStop), "captured: it was not redirected, and would leave around the proxy"})
+	return r.capture(others, rule{match{}, jump(chainStop), "captured, and not redirected: it would bypass the proxy"})
 }
 
 func (r Ruleset) stop() chain {
@@ -130,7 +130,7 @@ func (r Ruleset) arriving() chain {
 	c := chain{name: chainPrerouting, hook: chainPrerouting, why: "packets that arrive"}
 	for _, name := range r.walled() {
 		c.rules = append(c.rules,
-			rule{match{in: name, proto: "tcp", state: ctNew}, target{verb: verbLetOut}, "from outside: answers may leave"},
+			rule{match{in: name, proto: "tcp", state: ctNew}, target{verb: verbLetOut}, "from outside: it may answer"},
 			rule{match{in: name}, targetReturn, "from outside"},
 		)
 	}
@@ -170,7 +170,7 @@ func (r Ruleset) egress(interfaces []Interface) table {
 		r.plain(),
 		{name: chainEgress, rules: []rule{
 			{match{}, jump(chainPlain), "accepts frames that plainly carry no TCP"},
-			{match{routed: true}, target{verb: verbStop, count: SenderPod}, "the rules of the stack have not let it pass"},
+			{match{routed: true}, target{verb: verbStop, count: SenderPod}, "the stack's rules have not let it pass"},
 			{match{}, target{verb: verbStop, count: SenderPacket}, "sent by a packet socket, or by a stack of its own"},
 		}},
 	}}
@@ -183,9 +183,10 @@ func (r Ruleset) egress(interfaces []Interface) table {
 			passes.frame = []frameTest{{offset: sizeMAC, value: mac}}
 		}
 		t.chains = append(t.chains, chain{
-			name: chainEgress + "_" + i.Name, hook: chainEgress, via: match{out: i.Name}, why: "frames for a CNI interface",
+			name: chainEgress + "_" + i.Name, hook: chainEgress, via: match{out: i.Name},
+			why: "frames for a CNI interface",
 			rules: []rule{
-				{passes, targetAccept, "the rules of the stack have let it pass"},
+				{passes, targetAccept, "the stack's rules have let it pass"},
 				{match{}, jump(chainEgress), "another frame"},
 			},
 		})
