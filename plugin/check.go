@@ -1,16 +1,15 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
-	"github.com/containernetworking/plugins/pkg/ns"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/netconf"
@@ -63,54 +62,16 @@ func check(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) 
 	if err != nil {
 		return err
 	}
-	missing, err := missingListeners(netns, r.Installed)
+	listeners, err := checkListeners(netns, r)
 	if err != nil {
 		return err
 	}
-	if drift = append(drift, missing...); len(drift) > 0 {
+	sysctls, err := ruleset.CheckPatience(netns)
+	if err != nil {
+		return err
+	}
+	if drift = slices.Concat(drift, listeners, sysctls); len(drift) > 0 {
 		return fmt.Errorf("%s is not captured as it should be: %s", r.Attachment, strings.Join(drift, "; "))
 	}
 	return nil
-}
-
-// missingListeners names the families in which no socket listens on the outbound capture port.
-func missingListeners(netns string, in *ruleset.Installed) (missing []string, err error) {
-	families := []string{"tcp"}
-	if in.IPv6 {
-		families = append(families, "tcp6")
-	}
-	port := in.Ruleset.CapturePorts().Outbound
-	err = ns.WithNetNSPath(netns, func(ns.NetNS) error {
-		for _, f := range families {
-			listens, err := hasListener("/proc/thread-self/net/"+f, port)
-			if err != nil {
-				return err
-			}
-			if !listens {
-				missing = append(missing, fmt.Sprintf("nothing listens on %s port %d: is sluiced running?", f, port))
-			}
-		}
-		return nil
-	})
-	return missing, err
-}
-
-// hasListener looks for a port in a table of sockets. The columns of the table are sl, local_address, rem_address, st,
-// … (proc_pid_net(5)).
-func hasListener(table string, port uint16) (bool, error) {
-	f, err := os.Open(table)
-	if err != nil {
-		return false, err
-	}
-	defer f.Close() //nolint:errcheck // nothing was written
-	const stateListen = "0A"
-	suffix := fmt.Sprintf(":%04X", port)
-	lines := bufio.NewScanner(f)
-	for lines.Scan() {
-		columns := strings.Fields(lines.Text())
-		if len(columns) > 3 && strings.HasSuffix(columns[1], suffix) && columns[3] == stateListen {
-			return true, nil
-		}
-	}
-	return false, lines.Err()
 }

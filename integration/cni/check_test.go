@@ -144,3 +144,38 @@ func TestCheckNamesMissingParts(t *testing.T) {
 		})
 	}
 }
+
+// TestCheckNamesListenersAndSysctls: CHECK sees another process at a capture port, a missing inbound listener, a sysctl
+// that was changed, and an IPv6 address that came later.
+func TestCheckNamesListenersAndSysctls(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	daemon := n.StartDaemon()
+	pod := n.NewPod("listening")
+	n.Annotated(map[string]string{"sluice.dev/capture-inbound-ports": "80"})(pod)
+	if err := pod.Add(); err != nil {
+		t.Fatal(testbed.Describe(err))
+	}
+	t.Cleanup(func() { _ = pod.Del() })
+	if err := pod.Check(); err != nil {
+		t.Fatal(testbed.Describe(err))
+	}
+	pod.Exec("sysctl", "-qw", "net.ipv4.tcp_syn_retries=3")
+	testbed.WantErrorLike(t, pod.Check(), "sysctl net/ipv4/tcp_syn_retries is 3, and was set to 127")
+	pod.Exec("sysctl", "-qw", "net.ipv4.tcp_syn_retries=127")
+
+	daemon.Kill()
+	testbed.WantErrorLike(t, pod.Check(), "nothing listens on tcp port 15001.*nothing listens on tcp port 15006")
+	p := testbed.Launch(pod.Host, n.Binary("connectproxy"), "-listen", "0.0.0.0:15001")
+	testbed.Eventually(t, "a process in the pod listens", func() bool {
+		return strings.Contains(pod.Exec("ss", "-Hlnt", "sport = :15001"), "LISTEN")
+	})
+	testbed.WantErrorLike(t, pod.Check(), "a process in the pod listens on tcp6? port 15001")
+	p.Kill()
+
+	// An address that comes while the daemon is down, so that it cannot bring the rules in line.
+	pod.IP("addr", "add", "2001:db8:77::7/64", "dev", "eth0", "nodad")
+	pod.IP("addr", "del", pod.IPv6+"/64", "dev", "eth0")
+	_, err := callFor(n, pod).run(t, "CHECK")
+	testbed.WantErrorLike(t, err, "2001:db8:77::7")
+}

@@ -86,7 +86,7 @@ func atMost(current, want int) bool  { return current <= want }
 // sysctls of retransmission, which concern all its TCP. Sysctls that the kernel lacks are skipped.
 func Patience(netns string, captured bool) error {
 	return within(netns, func() error {
-		all := slices.Concat(synPatience, entryPatience, closedPatience)
+		all := everyPatience()
 		if _, err := os.Stat(quickPatience[0].file()); err == nil && captured {
 			all = slices.Concat(all, quickPatience)
 		}
@@ -100,16 +100,44 @@ func Patience(netns string, captured bool) error {
 	})
 }
 
+// everyPatience has the sysctls that every captured pod gets, provisional or not.
+func everyPatience() []sysctl { return slices.Concat(synPatience, entryPatience, closedPatience) }
+
+// CheckPatience names each of the sysctls in the netns at path that a provisional pod gets too and that is not as
+// Patience sets it. A daemon in a container cannot set the others.
+func CheckPatience(netns string) (drift []string, err error) {
+	err = within(netns, func() error {
+		for _, s := range everyPatience() {
+			current, err := s.get()
+			if errors.Is(err, fs.ErrNotExist) {
+				continue
+			}
+			if err != nil {
+				return fmt.Errorf("reading sysctl net/%s: %w", s.path, err)
+			}
+			if !s.holds(current, s.want) {
+				drift = append(drift, fmt.Sprintf("sysctl net/%s is %d, and was set to %d", s.path, current, s.want))
+			}
+		}
+		return nil
+	})
+	return drift, err
+}
+
 // file leads to the sysctl of the netns of the thread that opens it.
 func (s sysctl) file() string { return "/proc/sys/net/" + s.path }
 
-func (s sysctl) set() error {
+func (s sysctl) get() (int, error) {
 	text, err := os.ReadFile(s.file())
 	if err != nil {
-		return err
+		return 0, err
 	}
-	if current, err := strconv.Atoi(strings.TrimSpace(string(text))); err == nil && s.holds(current, s.want) {
-		return nil
+	return strconv.Atoi(strings.TrimSpace(string(text)))
+}
+
+func (s sysctl) set() error {
+	if current, err := s.get(); err != nil || s.holds(current, s.want) {
+		return err
 	}
 	return os.WriteFile(s.file(), []byte(strconv.Itoa(s.want)), 0) // no mode: the file exists
 }
