@@ -146,7 +146,7 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 	}
 	logf("attaching %s: %s; its TCP waits until the daemon is there", at, err)
 	a.record.State = attach.Provisional
-	r := ruleset.Provisional(a.record.IfName)
+	r := ruleset.Provisional(a.record.IfName).Inherit(a.previous)
 	for _, s := range a.siblings {
 		if !slices.Contains(r.Interfaces, s.IfName) {
 			r.Interfaces = append(r.Interfaces, s.IfName)
