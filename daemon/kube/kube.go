@@ -210,6 +210,9 @@ func hasUID(p *corev1.Pod, uid string) bool {
 
 func (n *Node) facts(p *corev1.Pod, ns *corev1.Namespace) (f optin.Facts, err error) {
 	f = optin.Facts{Labels: p.Labels, NamespaceLabels: ns.Labels, Annotations: p.Annotations}
+	if p.Spec.DNSConfig != nil {
+		f.Resolvers = optin.ParseResolvers(p.Spec.DNSConfig.Nameservers)
+	}
 	if optin.Wanted(f) { // other pods are not captured anyway, and must not depend on the upstream's service
 		f.Upstream, err = n.runsUpstream(p)
 	}

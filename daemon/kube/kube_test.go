@@ -107,6 +107,22 @@ func TestPodFromTheCache(t *testing.T) {
 	}
 }
 
+// TestFactsOfTheSpec: the watches keep what decisions need of a pod's spec.
+func TestFactsOfTheSpec(t *testing.T) {
+	t.Parallel()
+	n, _ := newNode(t, address, namespace("ci", nil), pod("ci", "web-0", func(p *corev1.Pod) {
+		p.Spec.DNSConfig = &corev1.PodDNSConfig{Nameservers: []string{"192.0.2.53", "2001:db8::53"}}
+	}))
+	got, err := n.Cached(attach.Pod{Namespace: "ci", Name: "web-0"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	resolvers := []netip.Addr{netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("2001:db8::53")}
+	if !slices.Equal(got.Resolvers, resolvers) {
+		t.Errorf("got resolvers %s, want %s", got.Resolvers, resolvers)
+	}
+}
+
 // TestPodFromTheAPIServer: a sandbox can be ready before the watch shows its pod.
 func TestPodFromTheAPIServer(t *testing.T) {
 	t.Parallel()

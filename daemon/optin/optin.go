@@ -22,6 +22,8 @@ const Label = attach.AnnotationPrefix + "capture"
 // all, from the attachment, which has annotations only.
 type Facts struct {
 	Labels, NamespaceLabels, Annotations map[string]string
+	// Resolvers are the name servers that the pod may use, as far as they are known.
+	Resolvers []netip.Addr
 	// Upstream is set if the upstream runs in this pod. Such a pod is never captured.
 	Upstream bool
 }
@@ -58,10 +60,17 @@ func Decide(c config.Config, facts Facts, interfaces []string) (attach.Decision,
 		ExcludePorts: c.Capture.ExcludePorts,
 		ExcludeCIDRs: c.Capture.ExcludeCIDRs,
 		RejectQUIC:   c.Capture.RejectQUIC,
+		Other:        c.Capture.Other,
+		Ports:        c.Capture.Ports,
 	}
 	d := attach.Decision{Capture: true, Ruleset: &r, Late: c.Late, Reason: reason}
 	if err := annotate(&d, facts.Annotations); err != nil {
 		return attach.Decision{}, err
+	}
+	if r.Other == ruleset.OtherDNS {
+		r.Resolvers = slices.Clone(facts.Resolvers)
+		slices.SortFunc(r.Resolvers, netip.Addr.Compare) // rulesets are compared
+		r.Resolvers = slices.Compact(r.Resolvers)
 	}
 	return d, nil
 }
@@ -137,6 +146,19 @@ var annotations = map[string]func(*attach.Decision, string) error{
 			return errors.New("want reject or allow")
 		}
 		d.Ruleset.RejectQUIC = v == "reject"
+		return nil
+	},
+	"other": func(d *attach.Decision, v string) error {
+		asked := slices.Index(ruleset.Others, v)
+		configured := max(slices.Index(ruleset.Others, d.Ruleset.Other), 0) // the first is the default
+		switch {
+		case asked < 0:
+			return fmt.Errorf("want one of %s", strings.Join(ruleset.Others, ", "))
+		case asked < configured:
+			return fmt.Errorf("the configuration has capture.other: %s, and a pod may only be stricter",
+				ruleset.Others[configured])
+		}
+		d.Ruleset.Other = v
 		return nil
 	},
 	"when-late": func(d *attach.Decision, v string) (err error) {
