@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -33,10 +34,12 @@ func TestDecisionsByTheAPIServer(t *testing.T) {
 		spec.NodeName = "here"
 		return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "ci", Name: name}, Spec: spec}
 	}
+	sidecar := []corev1.Container{{Name: "app"}, {Name: "linkerd-proxy"}}
 	client := fake.NewClientset(
 		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "ci", Labels: map[string]string{optin.Label: "true"}}},
 		pod("plain", corev1.PodSpec{}),
 		pod("own-dns", corev1.PodSpec{DNSConfig: &corev1.PodDNSConfig{Nameservers: []string{"10.96.0.9", "10.96.0.10"}}}),
+		pod("meshed", corev1.PodSpec{Containers: sidecar}),
 	)
 	node, err := kube.New(client, "here", conf.Upstream, slog.New(slog.DiscardHandler))
 	if err != nil {
@@ -70,5 +73,9 @@ func TestDecisionsByTheAPIServer(t *testing.T) {
 			!slices.Equal(d.Ruleset.Resolvers, want) {
 			t.Errorf("%s: got %+v, %v; want the name servers %s", name, d.Ruleset, err, want)
 		}
+	}
+	if d, err := decide("meshed"); err == nil || d.Capture ||
+		!strings.Contains(err.Error(), "the sidecar of Linkerd (container linkerd-proxy)") {
+		t.Errorf("meshed: got %+v, %v; want it refused for its sidecar", d, err)
 	}
 }

@@ -22,6 +22,8 @@ const Label = attach.AnnotationPrefix + "capture"
 // all, from the attachment, which has annotations only.
 type Facts struct {
 	Labels, NamespaceLabels, Annotations map[string]string
+	// Containers are the names of the pod's containers and init containers.
+	Containers []string
 	// Resolvers are the name servers that the pod may use, as far as they are known.
 	Resolvers []netip.Addr
 	// Upstream is set if the upstream runs in this pod. Such a pod is never captured.
@@ -41,7 +43,8 @@ type Running struct {
 var ErrUnknown = errors.New("the pod's labels are not known yet")
 
 // Decide decides about one attachment of a pod. interfaces are all interfaces of the pod's netns that CNI has attached.
-// An error means that a label or an annotation of the pod has an invalid value; it names the key and the value.
+// An error means that a label or an annotation of the pod has an invalid value, and names the key and the value; or
+// that the pod asks for capture and has a sidecar of its own.
 func Decide(c config.Config, facts Facts, interfaces []string) (attach.Decision, error) {
 	capture, reason := true, "capture.source is all"
 	if c.Capture.Source == config.Kubernetes {
@@ -52,6 +55,9 @@ func Decide(c config.Config, facts Facts, interfaces []string) (attach.Decision,
 	}
 	if !capture {
 		return attach.Decision{Reason: reason}, nil
+	}
+	if err := noSidecar(c, facts); err != nil {
+		return attach.Decision{}, err
 	}
 	r := ruleset.Ruleset{
 		Interfaces:   interfaces,
