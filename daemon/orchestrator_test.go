@@ -38,7 +38,9 @@ func TestDecisionsByTheAPIServer(t *testing.T) {
 	client := fake.NewClientset(
 		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "ci", Labels: map[string]string{optin.Label: "true"}}},
 		pod("plain", corev1.PodSpec{}),
-		pod("own-dns", corev1.PodSpec{DNSConfig: &corev1.PodDNSConfig{Nameservers: []string{"10.96.0.9", "10.96.0.10"}}}),
+		pod("own-dns", corev1.PodSpec{DNSConfig: &corev1.PodDNSConfig{
+			Nameservers: []string{"10.96.0.9", "10.96.0.10"},
+		}}),
 		pod("meshed", corev1.PodSpec{Containers: sidecar}),
 	)
 	node, err := kube.New(client, "here", conf.Upstream, slog.New(slog.DiscardHandler))

@@ -208,8 +208,8 @@ func TestAttachmentsOfOneNetnsShareAGate(t *testing.T) {
 	}
 }
 
-// TestAttachKeepsTheCapturePorts of an open gate, before the plugin has recorded rules that lead to it: a later decision
-// for the same netns has no others, not even a provisional one.
+// TestAttachKeepsTheCapturePorts of an open gate, before the plugin has recorded rules that lead to it: a later
+// decision for the same netns has no others, not even a provisional one.
 func TestAttachKeepsTheCapturePorts(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")

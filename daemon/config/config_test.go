@@ -134,7 +134,8 @@ late: {taintAfter: 5m}
 `, func(c *Config) { c.Capture.Source, c.TaintAfter = Kubernetes, 5*time.Minute }},
 		{"the node is never tainted again", minimal + "late: {taintAfter: 0s}\n", func(*Config) {}},
 		{
-			"one of the capture ports", "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all, ports: {inbound: 1}}\n",
+			"one of the capture ports",
+			"upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all, ports: {inbound: 1}}\n",
 			func(c *Config) { c.Capture.Ports.Inbound = 1 },
 		},
 		{

@@ -42,8 +42,8 @@ func listenAll(at []netip.AddrPort) ([]*Listener, error) {
 			continue
 		}
 		if errors.Is(err, unix.EADDRINUSE) {
-			err = fmt.Errorf("%w: another process in the pod listens there; stop it, or set capture.ports to ports that "+
-				"no pod uses", err)
+			err = fmt.Errorf("%w: another process in the pod listens there; stop it, or set capture.ports to ports "+
+				"that no pod uses", err)
 		}
 		if err != nil {
 			g := Gate{Listeners: all}

@@ -13,7 +13,10 @@ func TestResolvers(t *testing.T) {
 		name, file string
 		want       []string
 	}{
-		{"as kubelet writes it", "search ci.svc.cluster.local\nnameserver 10.96.0.10\noptions ndots:5\n", []string{"10.96.0.10"}},
+		{
+			"as kubelet writes it", "search ci.svc.cluster.local\nnameserver 10.96.0.10\noptions ndots:5\n",
+			[]string{"10.96.0.10"},
+		},
 		{
 			"several, with comments", "# nameserver 192.0.2.9\n;nameserver 192.0.2.9\nnameserver\t192.0.2.1\n" +
 				"nameserver   2001:db8::1 # the second",

@@ -44,7 +44,8 @@ func newFilteringNode(t *testing.T, capture map[string]any) (*testbed.Node, *tes
 	}
 	n.World.ServeCaller(":80")
 	testbed.StartRecordingProxy(n, testbed.ProxyAddress)
-	return n, n.StartDaemon()
+	d := n.StartDaemon()
+	return n, d
 }
 
 // TestOther: a pod sends what is neither TCP nor QUIC as far as it may, and the rest is refused at once. So it is with
@@ -148,8 +149,8 @@ func TestOtherOfTheConfiguration(t *testing.T) {
 	})
 }
 
-// wantUDP fails the test unless a server of echoUDP sees a datagram come from want, or if it must not pass, unless it is
-// refused.
+// wantUDP fails the test unless a server of echoUDP sees a datagram come from want, or if it must not pass, unless it
+// is refused.
 func wantUDP(t *testing.T, from *testbed.Host, address, want string, passes bool) {
 	t.Helper()
 	got, err := askUDP(testbed.Context(t), from, address)

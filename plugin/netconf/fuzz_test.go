@@ -31,7 +31,8 @@ func FuzzParse(f *testing.F) {
 		}
 		_ = c.Excluded("default")
 		for key := range c.Annotations() {
-			ofSidecar := slices.ContainsFunc(attach.Sidecars, func(s attach.Sidecar) bool { return s.Annotation == key })
+			isSidecar := func(s attach.Sidecar) bool { return s.Annotation == key }
+			ofSidecar := slices.ContainsFunc(attach.Sidecars, isSidecar)
 			if !strings.HasPrefix(key, attach.AnnotationPrefix) && !ofSidecar {
 				t.Errorf("got annotation %q, want the prefix %s or that of a sidecar", key, attach.AnnotationPrefix)
 			}
