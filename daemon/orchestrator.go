@@ -19,39 +19,41 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// newOrchestrator makes the orchestrator of `sluiced run`. proxies returns the addresses of proxies that connect to the
-// proxy socket and have a network of their own.
-func newOrchestrator(conf config.Config, node *kube.Node, excluded func(string) bool, proxies func() []netip.Addr) (
-	o agent.Orchestrator,
-) {
+// newOrchestrator makes the orchestrator of `sluiced run`. With a node it is that node's.
+func newOrchestrator(d decider, node *kube.Node, excluded func(string) bool) agent.Orchestrator {
 	if node == nil {
-		return standalone{conf, proxies}
+		return standalone{d}
 	}
-	return labelled{node, conf, excluded, func() []netip.Addr { return append(node.Proxies(), proxies()...) }}
+	external := d.proxies
+	d.proxies = func() []netip.Addr { return append(node.Proxies(), external()...) }
+	return labelled{node, d, excluded}
 }
 
-// decision decides about an attachment of a pod with those facts.
-func decision(conf config.Config, facts optin.Facts, at attach.Attachment, interfaces []string,
-	proxies func() []netip.Addr,
-) (attach.Decision, error) {
-	d, err := optin.Decide(conf, facts, interfaces)
-	if err != nil || d.Ruleset == nil || len(d.Ruleset.InboundPorts) == 0 {
-		return d, err
+// decider decides by facts about a pod, and by what it knows of the node.
+type decider struct {
+	conf      config.Config
+	resolvers []netip.Addr        // the name servers that most pods of this node use
+	proxies   func() []netip.Addr // the addresses of proxies that have a network of their own
+}
+
+// decide decides about an attachment of a pod with those facts.
+func (d decider) decide(facts optin.Facts, at attach.Attachment, interfaces []string) (attach.Decision, error) {
+	facts.Resolvers = slices.Concat(facts.Resolvers, d.resolvers)
+	decision, err := optin.Decide(d.conf, facts, interfaces)
+	if err != nil || decision.Ruleset == nil || len(decision.Ruleset.InboundPorts) == 0 {
+		return decision, err
 	}
-	return d, optin.ExcludeNode(d.Ruleset, at.IPs, proxies())
+	return decision, optin.ExcludeNode(decision.Ruleset, at.IPs, d.proxies())
 }
 
 // standalone captures every attachment that the plugin asks about. Annotations are those that the runtime passes on.
-type standalone struct {
-	conf    config.Config
-	proxies func() []netip.Addr
-}
+type standalone struct{ decider }
 
 // Decision implements agent.Orchestrator.
 func (s standalone) Decision(_ context.Context, at attach.Attachment, interfaces []string, _ bool) (
 	attach.Decision, error,
 ) {
-	return decision(s.conf, optin.Facts{Annotations: at.Annotations}, at, interfaces, s.proxies)
+	return s.decide(optin.Facts{Annotations: at.Annotations}, at, interfaces)
 }
 
 // Running implements agent.Orchestrator: pods that were not attached are not known.
@@ -66,9 +68,8 @@ func (standalone) Report(attach.Pod, bool, string, string) {}
 // labelled captures the pods that labels opt in. It reports by events on the pods.
 type labelled struct {
 	*kube.Node
-	conf     config.Config
+	decider
 	excluded func(namespace string) bool
-	proxies  func() []netip.Addr
 }
 
 // Running implements agent.Orchestrator, without the namespaces that the plugin excludes.
@@ -87,7 +88,7 @@ func (l labelled) Decision(ctx context.Context, at attach.Attachment, interfaces
 	if err != nil {
 		return attach.Decision{}, err
 	}
-	return decision(l.conf, facts, at, interfaces, l.proxies)
+	return l.decide(facts, at, interfaces)
 }
 
 // newNode connects to the API server: in a pod as its service account, elsewhere by a kubeconfig.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"os"
 	"time"
 
@@ -17,11 +18,13 @@ import (
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/install"
 	"github.com/sluice-cni/sluice/daemon/kube"
+	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/daemon/proxies"
 	"github.com/sluice-cni/sluice/daemon/relay"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 func runCommand() *cobra.Command {
@@ -175,13 +178,31 @@ func (d daemon) build() (p parts, err error) {
 	p.hub = proxies.New(d.conf.ProxySocket, nodeName(), labels, d.log)
 	status, accept, proxyReturn := d.upstream(&p)
 	table := endpoint.NewTable(accept, d.log)
+	decider := decider{conf: d.conf, resolvers: d.findResolvers(resolvConf), proxies: p.hub.Addresses}
 	p.agent = agent.New(agent.Config{
-		Orchestrator: newOrchestrator(d.conf, p.node, d.excluded, p.hub.Addresses),
+		Orchestrator: newOrchestrator(decider, p.node, d.excluded),
 		Store:        attach.NewStore(d.conf.StateDir),
 		Upstream:     status, Table: table, ProxyReturn: proxyReturn, Log: d.log,
 	})
 	p.api = &api.API{Agent: p.agent, Table: table, Upstream: status, Ready: d.ready(p.node), Log: d.log}
 	return p, nil
+}
+
+// resolvConf has the name servers that kubelet gives the daemon's pod: with its dnsPolicy, those of the cluster.
+const resolvConf = "/etc/resolv.conf"
+
+// findResolvers returns the name servers in the file at path, and warns if capture.other needs some and there are none.
+func (d daemon) findResolvers(path string) []netip.Addr {
+	resolvers, err := optin.Resolvers(path)
+	switch {
+	case err != nil:
+		d.log.Warn("name servers of pods are not known", "err", err)
+	case d.conf.Capture.Other == ruleset.OtherDNS && len(resolvers) == 0:
+		d.log.Warn("capture.other is dns, and the daemon's resolv.conf has no name server for pods")
+	case d.conf.Capture.Other == ruleset.OtherDNS:
+		d.log.Info("pods may ask these name servers, and those of their dnsConfig", "resolvers", resolvers)
+	}
+	return resolvers
 }
 
 // upstream returns the two ways to the upstream: proxies that take the listeners, or a relay.

@@ -208,6 +208,38 @@ func TestAttachmentsOfOneNetnsShareAGate(t *testing.T) {
 	}
 }
 
+// TestAttachKeepsTheCapturePorts of an open gate, before the plugin has recorded rules that lead to it: a later
+// decision for the same netns has no others, not even a provisional one.
+func TestAttachKeepsTheCapturePorts(t *testing.T) {
+	t.Parallel()
+	h := testbed.NewHost(t, "pod")
+	want := ruleset.Ports{Outbound: 16001, Inbound: 16006}
+	with := func(ports ruleset.Ports) decide {
+		return func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+			d, err := capture(at, interfaces)
+			d.Ruleset.Ports = ports
+			return d, err
+		}
+	}
+	o := newOrchestrator()
+	a := newAgentFor(t, o)
+	for _, tc := range []struct {
+		name, ifName string
+		decide       decide
+	}{
+		{"the first", "eth0", with(want)},
+		{"the same again", "eth0", with(ruleset.Ports{Outbound: 17001, Inbound: 17006})},
+		{"with the default ports", "eth0", with(ruleset.Ports{})},
+		{"provisional", "net1", unknown},
+	} {
+		o.set(tc.decide)
+		d, err := a.Attach(t.Context(), attachment(h, tc.ifName))
+		if err != nil || d.Ruleset.CapturePorts() != want {
+			t.Errorf("%s: got %+v, %v; want the capture ports %+v", tc.name, d.Ruleset, err, want)
+		}
+	}
+}
+
 // TestAttachFollowsAnAttachmentToANewNetns: the container ID and the path stay, the netns is another one.
 func TestAttachFollowsAnAttachmentToANewNetns(t *testing.T) {
 	t.Parallel()

@@ -73,7 +73,7 @@ func (a *Agent) attachProvisionally(e *endpoint.Endpoint, at attach.Attachment, 
 		"attachment", at.String(), "err", err)
 	e.Add(attach.Record{Attachment: at, NetnsID: e.ID, State: attach.Provisional})
 	a.records.rescan()
-	r := ruleset.Provisional(at.IfName)
+	r := e.Inherit(ruleset.Provisional(at.IfName))
 	r.Interfaces, _ = e.Neighbours(at)
 	return attach.Decision{Capture: true, Provisional: true, Ruleset: &r, Reason: err.Error()}
 }

@@ -256,6 +256,34 @@ func TestPodsThatCannotBeCapturedGetAnEvent(t *testing.T) {
 	}
 }
 
+// TestRunningPodThatListensAtTheCapturePort is not captured, and its event says what to do.
+func TestRunningPodThatListensAtTheCapturePort(t *testing.T) {
+	t.Parallel()
+	p := newTestPod(t)
+	const ip = "203.0.113.5" // no other test has a pod with this address
+	p.IP("addr", "add", ip+"/32", "dev", "eth0")
+	p.Listen(":15001")
+	o := newOrchestrator()
+	pod := attach.Pod{Namespace: "ci", Name: "busy-0", UID: "4c1e"}
+	o.set(capture, optin.Running{
+		Pod: pod, IPs: []netip.Addr{netip.MustParseAddr(ip)},
+		Facts: optin.Facts{Labels: map[string]string{optin.Label: "true"}},
+	})
+	a := newAgentFor(t, o)
+	for range 2 {
+		a.Reconsider(t.Context())
+	}
+	const want = "another process in the pod listens there; stop it, or set capture.ports to ports that no pod uses"
+	if len(o.events) != 1 || !strings.HasPrefix(o.events[0], "ci/busy-0 true SluiceNotCaptured: ") ||
+		!strings.Contains(o.events[0], "port 15001 of 0.0.0.0: bind: address already in use: "+want) {
+		t.Errorf("got events %q, want one that says %q", o.events, want)
+	}
+	s, ok := a.statusOf(attach.ID{ContainerID: pod.UID, IfName: "eth0"})
+	if !ok || s.State != attach.Passed || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], want) {
+		t.Errorf("got %+v, want the pod not captured, with a note that says %q", s, want)
+	}
+}
+
 // TestLongWaitsAreReported: an upstream that is late is reported only while connections wait for it.
 func TestLongWaitsAreReported(t *testing.T) {
 	t.Parallel()

@@ -33,7 +33,7 @@ func (s *settler) decision(ctx context.Context, e *endpoint.Endpoint, at attach.
 	interfaces, at.IPs = e.Neighbours(at)
 	d, err := s.orchestrator.Decision(ctx, at, interfaces, live)
 	if err == nil && d.Ruleset != nil {
-		r := d.Ruleset.Inherit(e.Installed())
+		r := e.Inherit(*d.Ruleset)
 		d.Ruleset = &r
 	}
 	return d, err

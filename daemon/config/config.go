@@ -109,6 +109,10 @@ type Capture struct {
 	ExcludeCIDRs []netip.Prefix
 	// RejectQUIC (quic: reject) answers UDP to port 443 with port-unreachable, so that clients use TCP.
 	RejectQUIC bool
+	// Other is one of ruleset.Others: it says what pods may send that is neither TCP nor QUIC.
+	Other string
+	// Ports are the ports in pods to which connections are redirected.
+	Ports ruleset.Ports
 }
 
 // Source is the value of capture.source: it selects the orchestrator that decides which attachments are captured.
@@ -139,8 +143,10 @@ func Load(path string) (Config, error) {
 // the invalid key and its value.
 func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	c := Config{
-		Upstream:       Upstream{Protocol: Connect},
-		Capture:        Capture{ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true},
+		Upstream: Upstream{Protocol: Connect},
+		Capture: Capture{
+			ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true, Other: ruleset.OtherAllow, Ports: ruleset.DefaultPorts,
+		},
 		Late:           attach.Late{Policy: attach.Queue},
 		AgentSocket:    attach.DefaultSocket,
 		StateDir:       attach.DefaultStateDir,
@@ -181,6 +187,10 @@ func (c *Config) validate() error {
 			"upstream: set only one of address, podSelector and service",
 		},
 		{c.Capture.Source == "", "capture.source: missing"},
+		{
+			c.Capture.Ports.Outbound == c.Capture.Ports.Inbound,
+			fmt.Sprintf("capture.ports: outbound and inbound are both %d, and must differ", c.Capture.Ports.Outbound),
+		},
 		{pods && u.Pods.Namespace == "", "upstream.podSelector.namespace: missing"},
 		{pods && len(u.Pods.Labels) == 0, "upstream.podSelector.matchLabels: missing"},
 		{service && u.Service.Namespace == "", "upstream.service.namespace: missing"},
@@ -240,13 +250,16 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 			_, err := oneOf([]string{"reject", "allow"})(s)
 			return s == "reject", err
 		}),
-		"late.policy":     text(&c.Late.Policy, LatePolicy),
-		"late.timeout":    text(&c.Late.Timeout, Timeout),
-		"late.taintAfter": text(&c.TaintAfter, Timeout),
-		"agentSocket":     text(&c.AgentSocket, absolute),
-		"proxySocket":     text(&c.ProxySocket, absolute),
-		"stateDir":        text(&c.StateDir, absolute),
-		"metricsAddress":  text(&c.MetricsAddress, optional(hostPort)),
+		"capture.other":          text(&c.Capture.Other, oneOf(ruleset.Others)),
+		"capture.ports.outbound": text(&c.Capture.Ports.Outbound, port),
+		"capture.ports.inbound":  text(&c.Capture.Ports.Inbound, port),
+		"late.policy":            text(&c.Late.Policy, LatePolicy),
+		"late.timeout":           text(&c.Late.Timeout, Timeout),
+		"late.taintAfter":        text(&c.TaintAfter, Timeout),
+		"agentSocket":            text(&c.AgentSocket, absolute),
+		"proxySocket":            text(&c.ProxySocket, absolute),
+		"stateDir":               text(&c.StateDir, absolute),
+		"metricsAddress":         text(&c.MetricsAddress, optional(hostPort)),
 	}
 }
 

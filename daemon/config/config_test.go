@@ -34,8 +34,11 @@ func environment(name string) (string, bool) {
 // defaults is the configuration of minimal.
 func defaults() Config {
 	return Config{
-		Upstream:       Upstream{Address: "127.0.0.1:18080", Protocol: Connect},
-		Capture:        Capture{Source: All, ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true},
+		Upstream: Upstream{Address: "127.0.0.1:18080", Protocol: Connect},
+		Capture: Capture{
+			Source: All, ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true, Other: ruleset.OtherAllow,
+			Ports: ruleset.Ports{Outbound: 15001, Inbound: 15006},
+		},
 		Late:           attach.Late{Policy: attach.Queue},
 		AgentSocket:    "/run/sluice/agent.sock",
 		ProxySocket:    "/run/sluice/proxy.sock",
@@ -64,6 +67,8 @@ capture:
   excludePorts: ["22"]
   excludeCIDRs: [10.0.0.0/8, "fd00::/8", 203.0.113.7]
   quic: allow
+  other: dns
+  ports: {outbound: 16001, inbound: "16006"}
 late:
   policy: hold
   timeout: 90s
@@ -84,6 +89,7 @@ metricsAddress: "[::1]:9090"
 					netip.MustParsePrefix("fd00::/8"),
 					netip.MustParsePrefix("203.0.113.7/32"),
 				},
+				Other: ruleset.OtherDNS, Ports: ruleset.Ports{Outbound: 16001, Inbound: 16006},
 			}
 			c.Late = attach.Late{Policy: attach.Hold, Timeout: 90 * time.Second}
 			c.AgentSocket, c.ProxySocket, c.StateDir, c.MetricsAddress = "/a.sock", "/p.sock", "/d", "[::1]:9090"
@@ -127,6 +133,11 @@ capture: {source: kubernetes}
 late: {taintAfter: 5m}
 `, func(c *Config) { c.Capture.Source, c.TaintAfter = Kubernetes, 5*time.Minute }},
 		{"the node is never tainted again", minimal + "late: {taintAfter: 0s}\n", func(*Config) {}},
+		{
+			"one of the capture ports",
+			"upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all, ports: {inbound: 1}}\n",
+			func(c *Config) { c.Capture.Ports.Inbound = 1 },
+		},
 		{
 			"an empty value replaces the default", minimal + "metricsAddress: ''\n",
 			func(c *Config) { c.MetricsAddress = "" },
@@ -258,6 +269,24 @@ func TestParseErrors(t *testing.T) {
 		},
 		{upstream + "capture: {source: all, excludeCIDRs: [x]}\n", `capture.excludeCIDRs: "x" is not a CIDR`},
 		{upstream + "capture: {source: all, quic: no}\n", `capture.quic: "false" is not one of [reject allow]`},
+		{upstream + "capture: {source: all, other: none}\n", `capture.other: "none" is not one of [allow dns deny]`},
+		{
+			upstream + "capture: {source: all, ports: {outbound: 0}}\n",
+			`capture.ports.outbound: "0" is not a port from 1 to 65535`,
+		},
+		{
+			upstream + "capture: {source: all, ports: {inbound: 65536}}\n",
+			`capture.ports.inbound: "65536" is not a port from 1 to 65535`,
+		},
+		{
+			upstream + "capture: {source: all, ports: {outbound: 15006}}\n",
+			"capture.ports: outbound and inbound are both 15006, and must differ",
+		},
+		{upstream + "capture: {source: all, ports: [1, 2]}\n", "capture.ports: [1,2] is not a mapping of keys"},
+		{
+			upstream + "capture: {source: all, ports: {outboud: 1}}\n",
+			"capture.ports.outboud: unknown key, with value 1; the known keys here are inbound, outbound",
+		},
 
 		{
 			"upstream: {protocol: sockets, probeInterval: 5s}\n" + source,

@@ -64,6 +64,9 @@ func TestDocumentedDefaults(t *testing.T) {
 // withKey adds a key to a file that has the mappings upstream and capture in one line each.
 func withKey(file, key, value string) string {
 	section, name, nested := strings.Cut(key, ".")
+	if mapping, inner, deeper := strings.Cut(name, "."); deeper {
+		name, value = mapping, fmt.Sprintf("{%s: %s}", inner, value)
+	}
 	switch {
 	case !nested:
 		return fmt.Sprintf("%s%s: %s\n", file, key, value)

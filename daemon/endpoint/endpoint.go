@@ -133,6 +133,16 @@ func (e *Endpoint) Installed() *ruleset.Installed {
 	return nil
 }
 
+// Inherit returns r with the properties that never change while the pod lives: those of the ruleset in the netns, and
+// the ports of the gate. The gate may be open before the record of the rules that lead to it is known.
+func (e *Endpoint) Inherit(r ruleset.Ruleset) ruleset.Ruleset {
+	r = r.Inherit(e.Installed())
+	if g := e.service.current(); g != nil && g.Ports() != r.CapturePorts() {
+		r.Ports = g.Ports()
+	}
+	return r
+}
+
 // SetPolicy sets how long connections may wait for the upstream, and whether they are reset or go direct then.
 func (e *Endpoint) SetPolicy(p attach.Late) {
 	if p.Policy == attach.Hold { // its timeout is that of ADD

@@ -29,6 +29,9 @@ type Gate struct {
 	diag      *sockdiag.Conn
 }
 
+// Ports are the ports at which g listens.
+func (g *Gate) Ports() ruleset.Ports { return g.ports }
+
 // None is a gate without listeners, for a pod with these capture ports.
 func None(ports ruleset.Ports) *Gate { return &Gate{ports: ports} }
 

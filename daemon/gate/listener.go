@@ -41,6 +41,10 @@ func listenAll(at []netip.AddrPort) ([]*Listener, error) {
 		if errors.Is(err, unix.EAFNOSUPPORT) {
 			continue
 		}
+		if errors.Is(err, unix.EADDRINUSE) {
+			err = fmt.Errorf("%w: another process in the pod listens there; stop it, or set capture.ports to ports "+
+				"that no pod uses", err)
+		}
 		if err != nil {
 			g := Gate{Listeners: all}
 			return nil, errors.Join(fmt.Errorf("port %d of %s: %w", a.Port(), a.Addr(), err), g.Close())

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -209,11 +210,25 @@ func hasUID(p *corev1.Pod, uid string) bool {
 }
 
 func (n *Node) facts(p *corev1.Pod, ns *corev1.Namespace) (f optin.Facts, err error) {
-	f = optin.Facts{Labels: p.Labels, NamespaceLabels: ns.Labels, Annotations: p.Annotations}
+	f = optin.Facts{
+		Labels: p.Labels, NamespaceLabels: ns.Labels, Annotations: p.Annotations, Containers: containers(p),
+	}
+	if p.Spec.DNSConfig != nil {
+		f.Resolvers = optin.ParseResolvers(p.Spec.DNSConfig.Nameservers)
+	}
 	if optin.Wanted(f) { // other pods are not captured anyway, and must not depend on the upstream's service
 		f.Upstream, err = n.runsUpstream(p)
 	}
 	return f, err
+}
+
+// containers are the names of a pod's init containers and containers. A sidecar can be either.
+func containers(p *corev1.Pod) []string {
+	var names []string
+	for _, c := range slices.Concat(p.Spec.InitContainers, p.Spec.Containers) {
+		names = append(names, c.Name)
+	}
+	return names
 }
 
 // Labels returns the labels of a pod, or nil if the watches have not shown it.

@@ -107,6 +107,27 @@ func TestPodFromTheCache(t *testing.T) {
 	}
 }
 
+// TestFactsOfTheSpec: the watches keep what decisions need of a pod's spec.
+func TestFactsOfTheSpec(t *testing.T) {
+	t.Parallel()
+	n, _ := newNode(t, address, namespace("ci", nil), pod("ci", "web-0", func(p *corev1.Pod) {
+		p.Spec.Containers = []corev1.Container{{Name: "app"}}
+		p.Spec.InitContainers = []corev1.Container{{Name: "istio-init"}, {Name: "istio-proxy"}}
+		p.Spec.DNSConfig = &corev1.PodDNSConfig{Nameservers: []string{"192.0.2.53", "2001:db8::53"}}
+	}))
+	got, err := n.Cached(attach.Pod{Namespace: "ci", Name: "web-0"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := []string{"istio-init", "istio-proxy", "app"}; !slices.Equal(got.Containers, want) {
+		t.Errorf("got containers %q, want %q", got.Containers, want)
+	}
+	resolvers := []netip.Addr{netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("2001:db8::53")}
+	if !slices.Equal(got.Resolvers, resolvers) {
+		t.Errorf("got resolvers %s, want %s", got.Resolvers, resolvers)
+	}
+}
+
 // TestPodFromTheAPIServer: a sandbox can be ready before the watch shows its pod.
 func TestPodFromTheAPIServer(t *testing.T) {
 	t.Parallel()

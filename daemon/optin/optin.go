@@ -22,6 +22,10 @@ const Label = attach.AnnotationPrefix + "capture"
 // all, from the attachment, which has annotations only.
 type Facts struct {
 	Labels, NamespaceLabels, Annotations map[string]string
+	// Containers are the names of the pod's containers and init containers.
+	Containers []string
+	// Resolvers are the name servers that the pod may use, as far as they are known.
+	Resolvers []netip.Addr
 	// Upstream is set if the upstream runs in this pod. Such a pod is never captured.
 	Upstream bool
 }
@@ -39,7 +43,8 @@ type Running struct {
 var ErrUnknown = errors.New("the pod's labels are not known yet")
 
 // Decide decides about one attachment of a pod. interfaces are all interfaces of the pod's netns that CNI has attached.
-// An error means that a label or an annotation of the pod has an invalid value; it names the key and the value.
+// An error means that a label or an annotation of the pod has an invalid value, and names the key and the value; or
+// that the pod asks for capture and has a sidecar of its own.
 func Decide(c config.Config, facts Facts, interfaces []string) (attach.Decision, error) {
 	capture, reason := true, "capture.source is all"
 	if c.Capture.Source == config.Kubernetes {
@@ -51,6 +56,9 @@ func Decide(c config.Config, facts Facts, interfaces []string) (attach.Decision,
 	if !capture {
 		return attach.Decision{Reason: reason}, nil
 	}
+	if err := noSidecar(c, facts); err != nil {
+		return attach.Decision{}, err
+	}
 	r := ruleset.Ruleset{
 		Interfaces:   interfaces,
 		Upstream:     podReachable(c.Upstream.Address),
@@ -58,10 +66,17 @@ func Decide(c config.Config, facts Facts, interfaces []string) (attach.Decision,
 		ExcludePorts: c.Capture.ExcludePorts,
 		ExcludeCIDRs: c.Capture.ExcludeCIDRs,
 		RejectQUIC:   c.Capture.RejectQUIC,
+		Other:        c.Capture.Other,
+		Ports:        c.Capture.Ports,
 	}
 	d := attach.Decision{Capture: true, Ruleset: &r, Late: c.Late, Reason: reason}
 	if err := annotate(&d, facts.Annotations); err != nil {
 		return attach.Decision{}, err
+	}
+	if r.Other == ruleset.OtherDNS {
+		r.Resolvers = slices.Clone(facts.Resolvers)
+		slices.SortFunc(r.Resolvers, netip.Addr.Compare) // rulesets are compared
+		r.Resolvers = slices.Compact(r.Resolvers)
 	}
 	return d, nil
 }
@@ -137,6 +152,19 @@ var annotations = map[string]func(*attach.Decision, string) error{
 			return errors.New("want reject or allow")
 		}
 		d.Ruleset.RejectQUIC = v == "reject"
+		return nil
+	},
+	"other": func(d *attach.Decision, v string) error {
+		asked := slices.Index(ruleset.Others, v)
+		configured := max(slices.Index(ruleset.Others, d.Ruleset.Other), 0) // the first is the default
+		switch {
+		case asked < 0:
+			return fmt.Errorf("want one of %s", strings.Join(ruleset.Others, ", "))
+		case asked < configured:
+			return fmt.Errorf("the configuration has capture.other: %s, and a pod may only be stricter",
+				ruleset.Others[configured])
+		}
+		d.Ruleset.Other = v
 		return nil
 	},
 	"when-late": func(d *attach.Decision, v string) (err error) {

@@ -1,6 +1,7 @@
 package optin
 
 import (
+	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -14,16 +15,25 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-var compareAddresses = cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{})
+var compareAddresses = cmpopts.EquateComparable(netip.Prefix{}, netip.AddrPort{}, netip.Addr{})
 
 func conf() config.Config {
 	return config.Config{
 		Upstream: config.Upstream{Address: "127.0.0.1:18080", Protocol: config.Connect},
 		Capture: config.Capture{
 			Source: config.All, IncludePorts: ports(80, 443), ExcludePorts: ports(22),
-			ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true,
+			ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true, Other: ruleset.OtherAllow,
+			Ports: ruleset.Ports{Outbound: 16001, Inbound: 16006},
 		},
 	}
+}
+
+func addresses(s ...string) []netip.Addr {
+	var r []netip.Addr
+	for _, a := range s {
+		r = append(r, netip.MustParseAddr(a))
+	}
+	return r
 }
 
 func ports(single ...uint16) []ruleset.PortRange {
@@ -46,7 +56,8 @@ func cidrs(s ...string) []netip.Prefix {
 func configured() ruleset.Ruleset {
 	return ruleset.Ruleset{
 		Interfaces: []string{"eth0"}, IncludePorts: ports(80, 443), ExcludePorts: ports(22),
-		ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true,
+		ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true, Other: ruleset.OtherAllow,
+		Ports: ruleset.Ports{Outbound: 16001, Inbound: 16006},
 	}
 }
 
@@ -99,6 +110,16 @@ func TestAnnotations(t *testing.T) {
 			map[string]string{"sluice.dev/when-late": "queue", "sluice.dev/late-timeout": "0s"},
 			func(*ruleset.Ruleset) {},
 		},
+		{
+			"nothing but TCP and DNS", map[string]string{"sluice.dev/other": "dns"},
+			func(r *ruleset.Ruleset) {
+				r.Other, r.Resolvers = ruleset.OtherDNS, addresses("10.96.0.10", "fd00:96::a")
+			},
+		},
+		{
+			"nothing but TCP", map[string]string{"sluice.dev/other": "deny"},
+			func(r *ruleset.Ruleset) { r.Other = ruleset.OtherDeny },
+		},
 		{"no inbound ports", map[string]string{"sluice.dev/capture-inbound-ports": ""}, func(*ruleset.Ruleset) {}},
 		{
 			"inbound ports", map[string]string{"sluice.dev/capture-inbound-ports": "8080, 9000-9001"},
@@ -109,7 +130,9 @@ func TestAnnotations(t *testing.T) {
 	} {
 		want := configured()
 		tc.change(&want)
-		d, err := Decide(conf(), Facts{Annotations: tc.annotations}, []string{"eth0"})
+		// The same rulesets, however often and in which order the resolvers are found: rulesets are compared.
+		resolvers := addresses("fd00:96::a", "10.96.0.10", "fd00:96::a")
+		d, err := Decide(conf(), Facts{Annotations: tc.annotations, Resolvers: resolvers}, []string{"eth0"})
 		if err != nil || !d.Capture || d.Reason == "" {
 			t.Errorf("%s: got %+v, %v", tc.name, d, err)
 			continue
@@ -168,6 +191,8 @@ func TestBadAnnotations(t *testing.T) {
 		{"exclude-interfaces", "eth+", `"eth+"`},
 		{"quic", "", "want reject or allow"},
 		{"quic", "Reject", "want reject or allow"},
+		{"other", "none", "want one of allow, dns, deny"},
+		{"other", "", "want one of allow, dns, deny"},
 		{"when-late", "never", "not one of [queue hold direct]"},
 		{"late-timeout", "90", "is not a duration"},
 		{"late-timeout", "-1s", "is not a duration"},
@@ -180,6 +205,33 @@ func TestBadAnnotations(t *testing.T) {
 		if err == nil || d.Capture || !strings.Contains(err.Error(), "annotation "+key+": ") ||
 			!strings.Contains(err.Error(), tc.want) {
 			t.Errorf("%s: %q: got %+v, %v; want an error with %q", key, tc.value, d, err, tc.want)
+		}
+	}
+}
+
+// TestOtherCanOnlyTighten: a pod cannot have more of what is neither TCP nor QUIC than the configuration allows.
+func TestOtherCanOnlyTighten(t *testing.T) {
+	t.Parallel()
+	for i, configured := range ruleset.Others {
+		c := conf()
+		c.Capture.Other = configured
+		if d, err := Decide(c, Facts{}, []string{"eth0"}); err != nil || d.Ruleset.Other != configured {
+			t.Errorf("%s, no annotation: got %+v, %v", configured, d.Ruleset, err)
+		}
+		for j, asked := range ruleset.Others {
+			facts := Facts{Annotations: map[string]string{"sluice.dev/other": asked}}
+			d, err := Decide(c, facts, []string{"eth0"})
+			if j >= i {
+				if err != nil || d.Ruleset.Other != asked {
+					t.Errorf("%s, asked for %s: got %+v, %v", configured, asked, d.Ruleset, err)
+				}
+				continue
+			}
+			want := fmt.Sprintf("annotation sluice.dev/other: %q: the configuration has capture.other: %s, "+
+				"and a pod may only be stricter", asked, configured)
+			if err == nil || err.Error() != want || d.Capture {
+				t.Errorf("%s, asked for %s: got %+v, %v; want the error %q", configured, asked, d, err, want)
+			}
 		}
 	}
 }
@@ -247,7 +299,7 @@ func TestUpstreamReachableFromThePod(t *testing.T) {
 func FuzzAnnotate(f *testing.F) {
 	for name := range annotations {
 		for _, value := range []string{
-			"", "80,443", "8000-8999", "10.0.0.0/8, fd00::1", "eth0", "allow", "queue", "0s", "x,", ",",
+			"", "80,443", "8000-8999", "10.0.0.0/8, fd00::1", "eth0", "allow", "deny", "queue", "0s", "x,", ",",
 		} {
 			f.Add(name, value)
 		}

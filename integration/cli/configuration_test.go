@@ -47,6 +47,15 @@ func TestMalformedDaemonConfiguration(t *testing.T) {
 		},
 		{"null", own + toA + "capture: {source: all, excludePorts: [null]}", `capture.excludePorts.*null`},
 		{"QUIC", own + toA + "capture: {source: all, quic: drop}", `capture.quic.*drop`},
+		{"other", own + toA + "capture: {source: all, other: drop}", `capture.other.*drop`},
+		{
+			"a capture port",
+			own + toA + "capture: {source: all, ports: {outbound: 70000}}", `capture.ports.outbound.*70000`,
+		},
+		{
+			"capture ports that are the same",
+			own + toA + "capture: {source: all, ports: {inbound: 15001}}", `capture.ports: .* both 15001`,
+		},
 		{"a policy", own + right + "late: {policy: never}", `late.policy.*never`},
 		{"a timeout", own + right + "late: {timeout: 5 minutes}", `late.timeout.*5 minutes`},
 		{

@@ -6,6 +6,7 @@ import (
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // serveWeb serves the world's one page, and starts a proxy: the server sees a captured pod come from the node.
@@ -107,6 +108,51 @@ func TestTwoAttachments(t *testing.T) {
 				testbed.WantNoTraces(t, n, pod.Host)
 				testbed.WantCaller(t, pod.Host, testbed.Web, pod.IPv4)
 			})
+		}
+	}
+}
+
+// TestCapturePortsOfOneNetns: while a pod is captured, no ADD in its netns changes the capture ports, whatever the
+// daemon's configuration has by now, and whether or not the daemon is there.
+func TestCapturePortsOfOneNetns(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	serveWeb(n)
+	ports := func(outbound, inbound int) {
+		n.Config["capture"] = map[string]any{
+			"source": "all", "ports": map[string]any{"outbound": outbound, "inbound": inbound},
+		}
+	}
+	ports(16001, 16006)
+	d := n.StartDaemon()
+	pod := n.AddPod("twofold")
+	eth0 := callFor(n, pod)
+	network := func(name string) *call {
+		return eth0.with(func(c *call) {
+			c.ifName, c.conf = name, map[string]any{"name": "other"}
+			c.prevResult = resultOf("1.0.0", "10.99.0.9/24")
+		})
+	}
+	works := func(calls ...*call) {
+		t.Helper()
+		testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
+		wantCheck(t, calls...)
+	}
+	d.Kill()
+	net1 := network("net1")
+	net1.must(t, "ADD")
+	ports(17001, 17006)
+	d = n.StartDaemon()
+	works(eth0, net1)
+	eth0.must(t, "ADD")
+	net2 := network("net2")
+	net2.must(t, "ADD")
+	works(eth0, net1, net2)
+	n.HandOver(d)
+	works(eth0, net1, net2)
+	for _, r := range n.Records() {
+		if got := r.Installed.Ruleset.CapturePorts(); got != (ruleset.Ports{Outbound: 16001, Inbound: 16006}) {
+			t.Errorf("%s: recorded with capture ports %+v", r.Attachment, got)
 		}
 	}
 }

@@ -44,6 +44,8 @@ type Node struct {
 	CNIVersion string
 	// LogLevel is the daemon's.
 	LogLevel string
+	// Resolvers, unless nil, are the name servers in the resolv.conf that the daemon sees. Set them before it starts.
+	Resolvers []string
 	// ConfDir is set where the daemon installs itself: the conflist is then the file that a runtime finds there.
 	ConfDir string
 

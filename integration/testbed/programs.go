@@ -144,7 +144,11 @@ func (n *Node) StartDaemon() *Daemon {
 	if n.ConfDir != "" {
 		args = append(args, "--install", "--cni-conf-dir", n.ConfDir, "--cni-bin-dir", n.binDir())
 	}
-	d.Program = Launch(n.Host, n.Binary("sluiced"), args...)
+	program := n.Binary("sluiced")
+	if n.Resolvers != nil {
+		program, args = withResolvConf(n, program, args)
+	}
+	d.Program = Launch(n.Host, program, args...)
 	Eventually(n.tb, "sluiced answers", func() bool {
 		if d.Ended() {
 			n.tb.Fatalf("sluiced ended: %s", d.Log())
@@ -158,6 +162,22 @@ func (n *Node) StartDaemon() *Daemon {
 		}
 	})
 	return d
+}
+
+// withResolvConf makes a program see a resolv.conf with the node's Resolvers, in a mount namespace of its own to which
+// later mounts of netns propagate.
+func withResolvConf(n *Node, program string, args []string) (string, []string) {
+	n.tb.Helper()
+	var text strings.Builder
+	for _, r := range n.Resolvers {
+		fmt.Fprintf(&text, "nameserver %s\n", r)
+	}
+	file := filepath.Join(n.Dir, "resolv.conf")
+	if err := os.WriteFile(file, []byte(text.String()), 0o600); err != nil {
+		n.tb.Fatalf("resolv.conf: %v", err)
+	}
+	const script = `mount --bind "$0" /etc/resolv.conf && exec "$@"`
+	return "unshare", append([]string{"--mount", "--propagation", "slave", "sh", "-c", script, file, program}, args...)
 }
 
 // Status is the answer of the daemon's status API.

@@ -89,7 +89,8 @@ type Attachment struct {
 	Pod   Pod    `json:"pod"`
 	// IPs are the addresses in prevResult.
 	IPs []netip.Addr `json:"ips"`
-	// Annotations are the pod's annotations with AnnotationPrefix, if the runtime passes annotations to plugins.
+	// Annotations are the pod's annotations with AnnotationPrefix, and those of Sidecars, if the runtime passes
+	// annotations to plugins.
 	Annotations map[string]string `json:"annotations,omitempty"`
 }
 
@@ -110,6 +111,19 @@ func (a Attachment) Validate() error {
 		return err
 	}
 	return a.Pod.Validate()
+}
+
+// Sidecar is the proxy of a service mesh that runs in pods, and the signs by which it is known there.
+type Sidecar struct {
+	Mesh       string
+	Annotation string // that the mesh's injector sets on the pod
+	Container  string // its name
+}
+
+// Sidecars are those that capture the connections of their pod. sluice cannot capture the same connections.
+var Sidecars = []Sidecar{
+	{Mesh: "Istio", Annotation: "sidecar.istio.io/status", Container: "istio-proxy"},
+	{Mesh: "Linkerd", Annotation: "linkerd.io/proxy-version", Container: "linkerd-proxy"},
 }
 
 // State says whether an attachment is captured.

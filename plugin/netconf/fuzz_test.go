@@ -3,6 +3,8 @@ package netconf
 import (
 	"bytes"
 	"encoding/json"
+	"slices"
+	"strings"
 	"testing"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -37,8 +39,10 @@ func FuzzParse(f *testing.F) {
 		}
 		_ = c.Excluded("default")
 		for key := range c.Annotations() {
-			if !bytes.HasPrefix([]byte(key), []byte(attach.AnnotationPrefix)) {
-				t.Errorf("got annotation %q, want the prefix %s", key, attach.AnnotationPrefix)
+			isSidecar := func(s attach.Sidecar) bool { return s.Annotation == key }
+			ofSidecar := slices.ContainsFunc(attach.Sidecars, isSidecar)
+			if !strings.HasPrefix(key, attach.AnnotationPrefix) && !ofSidecar {
+				t.Errorf("got annotation %q, want the prefix %s or that of a sidecar", key, attach.AnnotationPrefix)
 			}
 		}
 		if c.Validate() != nil {

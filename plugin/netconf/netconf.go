@@ -248,11 +248,15 @@ func (c *Conf) PrintResult(w io.Writer) error {
 	return converted.PrintTo(w)
 }
 
-// Annotations returns the pod's annotations with attach.AnnotationPrefix, if the runtime passes annotations.
+// Annotations returns the pod's annotations with attach.AnnotationPrefix, and those by which attach.Sidecars are known,
+// if the runtime passes annotations.
 func (c *Conf) Annotations() map[string]string {
-	ours := maps.Clone(c.RuntimeConfig.PodAnnotations)
-	maps.DeleteFunc(ours, func(k, _ string) bool { return !strings.HasPrefix(k, attach.AnnotationPrefix) })
-	return ours
+	wanted := maps.Clone(c.RuntimeConfig.PodAnnotations)
+	maps.DeleteFunc(wanted, func(k, _ string) bool {
+		return !strings.HasPrefix(k, attach.AnnotationPrefix) &&
+			!slices.ContainsFunc(attach.Sidecars, func(s attach.Sidecar) bool { return s.Annotation == k })
+	})
+	return wanted
 }
 
 // ParseArgs reads the pod's namespace, name and UID from CNI_ARGS; each may be missing.

@@ -212,6 +212,11 @@ func TestAnnotations(t *testing.T) {
 				`{"a":"b","sluice.dev/quic":"allow","sluice.dev":"x","xsluice.dev/quic":"y"}}}`,
 			map[string]string{"sluice.dev/quic": "allow"},
 		},
+		{
+			`{"runtimeConfig":{"io.kubernetes.cri.pod-annotations":` +
+				`{"sidecar.istio.io/status":"{}","sidecar.istio.io/inject":"true","linkerd.io/proxy-version":"1"}}}`,
+			map[string]string{"sidecar.istio.io/status": "{}", "linkerd.io/proxy-version": "1"},
+		},
 	} {
 		c, err := Parse([]byte(tc.stdin))
 		if err != nil {
