@@ -30,9 +30,9 @@ one line for each attachment, that is for each network interface of a pod that t
   OPEN     connections that the proxy carries
   BYTES    bytes relayed in both directions
 
-Below the table are the packets that the wall has stopped: they would have left the pod around the proxy. The likely
-sender is "pod" (a raw socket, or a connection that the kernel has forgotten), "nested" (a container in the pod) or
-"packet" (a packet socket, or a network stack of its own such as gVisor's).
+Below the table are packets that were stopped. They would have left the pod around the proxy if the cause is "pod" (a
+raw socket, or a connection that the kernel has forgotten), "nested" (a container in the pod) or "packet" (a packet
+socket, or a network stack of its own such as gVisor's). The configuration rejects the causes "quic" and "other".
 
 It fails if the daemon does not answer.`,
 		Example: `  # Show the table.
@@ -123,8 +123,8 @@ func printStatus(w io.Writer, s attach.Status) error {
 		return err
 	}
 	for _, a := range s.Attachments {
-		for _, sender := range slices.Sorted(maps.Keys(a.Stopped)) {
-			fmt.Fprintf(w, "\n%s: the wall has stopped %d packets of the sender %q\n", a.Pod, a.Stopped[sender], sender)
+		for _, cause := range slices.Sorted(maps.Keys(a.Stopped)) {
+			fmt.Fprintf(w, "\n%s: %d packets were stopped, by the cause %q\n", a.Pod, a.Stopped[cause], cause)
 		}
 		for _, note := range a.Notes {
 			fmt.Fprintf(w, "\n%s: %s\n", a.Pod, note)

@@ -157,7 +157,7 @@ func TestRulesOfAnEarlierVersionAreReplaced(t *testing.T) {
 	in := p.apply(t, "nftables")
 	in.Revision--
 	r := a.write(t, p.Host, attach.Captured, in)
-	p.Exec("nft", "flush", "chain", "ip", "sluice-filter", "SLUICE_CAPTURE")
+	p.Exec("nft", "flush", "chain", "ip", "sluice-nat", "SLUICE_CAPTURE")
 	a.reconcile(t.Context(), gatesOnly)
 	if drift, err := in.Check(t.Context(), p.Path()); err != nil || len(drift) == 0 {
 		t.Errorf("gatesOnly: got drift %q, %v; want the old rules", drift, err)

@@ -183,15 +183,19 @@ func (a *Agent) knowBridges(r attach.Record) error {
 	return r.Installed.KnowBridges(r.Netns, bridges)
 }
 
-// senders describes the likely senders of stopped packets.
-var senders = map[ruleset.Sender]string{
-	ruleset.SenderPod: "a process in the pod, by a raw socket or on a connection that the kernel's connection " +
+// causes describes why packets were stopped. QUIC is none of them: it is rejected all the time, and clients use TCP.
+var causes = map[ruleset.Cause]string{
+	ruleset.CausePod: around + "a process in the pod, by a raw socket or on a connection that the kernel's connection " +
 		"tracking does not know",
-	ruleset.SenderNested: "a container nested in the pod",
-	ruleset.SenderPacket: "a packet socket, or a network stack of its own such as gVisor's or Kata's",
+	ruleset.CauseNested: around + "a container nested in the pod",
+	ruleset.CausePacket: around + "a packet socket, or a network stack of its own such as gVisor's or Kata's",
+	ruleset.CauseOther: "packets that are neither TCP nor allowed DNS were rejected, by capture.other or the annotation " +
+		attach.AnnotationPrefix + "other",
 }
 
-// Count reads the counters of all walls, and reports the first packets of each sender on its pod.
+const around = "packets were stopped that would have left the pod around the proxy. The likely sender: "
+
+// Count reads the counters of all walls, and reports the first packets of each cause on its pod.
 func (a *Agent) Count() {
 	for _, e := range a.table.All() {
 		in := e.Installed()
@@ -203,12 +207,14 @@ func (a *Agent) Count() {
 			a.log.Debug("the counters of a wall cannot be read", "netnsID", e.ID.String(), "err", err)
 		}
 		e.SetStopped(a.watch.Stopped(e.ID))
-		for _, sender := range first {
+		for _, cause := range first {
+			text, ok := causes[cause]
+			if !ok {
+				continue
+			}
 			for _, r := range e.Records() {
-				a.log.Warn("packets were stopped that would have left a pod around the proxy",
-					"attachment", r.String(), "sender", string(sender))
-				a.orchestrator.Report(r.Pod, true, reasonStopped, "packets were stopped that would have left the pod "+
-					"around the proxy. The likely sender: "+senders[sender])
+				a.log.Warn("packets of a pod were stopped", "attachment", r.String(), "cause", string(cause))
+				a.orchestrator.Report(r.Pod, true, reasonStopped, text)
 			}
 		}
 	}
@@ -217,5 +223,5 @@ func (a *Agent) Count() {
 // Restored is how many times rules were restored.
 func (a *Agent) Restored() uint64 { return a.restored.Load() }
 
-// Stopped returns how many packets all walls had stopped at the last Count, by their likely sender.
-func (a *Agent) Stopped() map[ruleset.Sender]uint64 { return a.watch.Total() }
+// Stopped returns how many packets all walls had stopped at the last Count.
+func (a *Agent) Stopped() map[ruleset.Cause]uint64 { return a.watch.Total() }

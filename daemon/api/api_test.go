@@ -339,9 +339,10 @@ func TestMetricsCountAttachmentsAndProxies(t *testing.T) {
 	want := map[string]float64{
 		"sluice_upstream_ready": 1, "sluice_attachments state=captured": 1,
 		"sluice_expired_connections_total": 0, "sluice_direct_connections_total": 0, "sluice_rules_restored_total": 0,
-		"sluice_stopped_packets_total sender=nested": 0, "sluice_stopped_packets_total sender=packet": 0,
-		"sluice_stopped_packets_total sender=pod": 0,
-		"sluice_waiting_connections":              0, "sluice_open_connections": 0,
+		"sluice_stopped_packets_total cause=nested": 0, "sluice_stopped_packets_total cause=packet": 0,
+		"sluice_stopped_packets_total cause=pod": 0, "sluice_stopped_packets_total cause=quic": 0,
+		"sluice_stopped_packets_total cause=other": 0,
+		"sluice_waiting_connections":               0, "sluice_open_connections": 0,
 		"sluice_pod_waiting_connections pod=ci/web-0": 0,
 		"sluice_proxies state=answers":                2, "sluice_proxies state=hangs": 1,
 		"sluice_proxy_pods proxy=one": 5, "sluice_proxy_pods proxy=other": 1,

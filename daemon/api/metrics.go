@@ -40,8 +40,9 @@ var (
 		"Captured connections that went to their destinations without the upstream, because they had waited too "+
 			"long for it.")
 	stoppedPackets = describe("sluice_stopped_packets_total",
-		"Packets that would have left a captured pod around the upstream and were stopped, by their likely sender.",
-		"sender")
+		"Packets of captured pods that were stopped. The causes pod, nested and packet name the likely sender of those "+
+			"that would have left around the upstream; quic and other were rejected by the configuration.",
+		"cause")
 	restoredRules = describe("sluice_rules_restored_total",
 		"How many times the rules of a pod were not as installed and were restored.")
 	podWaitingConnections = describe("sluice_pod_waiting_connections",
@@ -89,8 +90,8 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 	send(directConnections, prometheus.CounterValue, float64(m.API.Table.Direct()))
 	m.API.Agent.Count()
 	stopped := m.API.Agent.Stopped()
-	for _, sender := range ruleset.Senders {
-		send(stoppedPackets, prometheus.CounterValue, float64(stopped[sender]), string(sender))
+	for _, cause := range ruleset.Causes {
+		send(stoppedPackets, prometheus.CounterValue, float64(stopped[cause]), string(cause))
 	}
 	send(restoredRules, prometheus.CounterValue, float64(m.API.Agent.Restored()))
 }

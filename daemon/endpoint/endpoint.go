@@ -60,7 +60,7 @@ type Endpoint struct {
 	attachments map[attach.ID]attach.Record
 	trouble     string      // why the endpoint is not as its records say
 	policy      attach.Late // for connections that wait for the upstream
-	stopped     map[ruleset.Sender]uint64
+	stopped     map[ruleset.Cause]uint64
 }
 
 // Records returns the records of the attachments.
@@ -153,8 +153,8 @@ func (e *Endpoint) SetPolicy(p attach.Late) {
 	e.policy = p
 }
 
-// SetStopped records how many packets the wall has stopped, by their likely sender.
-func (e *Endpoint) SetStopped(counts map[ruleset.Sender]uint64) {
+// SetStopped records how many packets the wall has stopped.
+func (e *Endpoint) SetStopped(counts map[ruleset.Cause]uint64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.stopped = counts

@@ -19,7 +19,7 @@ type Snapshot struct {
 	record   attach.Record
 	policy   attach.Late
 	trouble  string
-	stopped  map[ruleset.Sender]uint64
+	stopped  map[ruleset.Cause]uint64
 	gate     *gate.Gate
 	acceptor Acceptor
 	accepted *late.Accepted
@@ -72,12 +72,12 @@ func (s Snapshot) Status() attach.AttachmentStatus {
 		a.Backend, a.Wall = r.Installed.Backend, string(r.Installed.Wall)
 		a.Notes = append(a.Notes, shortcomings(*r.Installed)...)
 	}
-	for sender, n := range s.stopped {
+	for cause, n := range s.stopped {
 		if n > 0 {
 			if a.Stopped == nil {
 				a.Stopped = map[string]uint64{}
 			}
-			a.Stopped[string(sender)] = n
+			a.Stopped[string(cause)] = n
 		}
 	}
 	if r.State == attach.Adding {

@@ -30,8 +30,8 @@ type Watcher struct {
 
 	mu      sync.Mutex // guards the fields below; held while the kernel is asked, which takes microseconds
 	netns   map[attach.NetnsID]*netns
-	stopped map[ruleset.Sender]uint64 // by all pods, also by those that are gone
-	last    attach.NetnsID            // of Round
+	stopped map[ruleset.Cause]uint64 // by all pods, also by those that are gone
+	last    attach.NetnsID           // of Round
 }
 
 // netns is one netns that is watched.
@@ -41,16 +41,16 @@ type netns struct {
 
 	// Guarded by Watcher.mu.
 	changed bool
-	taken   time.Time                 // when a change was last returned by Take
-	read    map[ruleset.Sender]uint64 // the counters as they were read last
-	stopped map[ruleset.Sender]uint64 // since the netns is watched
+	taken   time.Time                // when a change was last returned by Take
+	read    map[ruleset.Cause]uint64 // the counters as they were read last
+	stopped map[ruleset.Cause]uint64 // since the netns is watched
 }
 
 // New makes a Watcher that watches no netns.
 func New(log *slog.Logger) *Watcher {
 	return &Watcher{
 		log: log, changed: make(chan struct{}, 1),
-		netns: map[attach.NetnsID]*netns{}, stopped: map[ruleset.Sender]uint64{},
+		netns: map[attach.NetnsID]*netns{}, stopped: map[ruleset.Cause]uint64{},
 	}
 }
 
@@ -94,7 +94,7 @@ var groups = map[int]uint32{
 }
 
 func open(path string) (*netns, error) {
-	n := &netns{read: map[ruleset.Sender]uint64{}, stopped: map[ruleset.Sender]uint64{}}
+	n := &netns{read: map[ruleset.Cause]uint64{}, stopped: map[ruleset.Cause]uint64{}}
 	err := ns.WithNetNSPath(path, func(ns.NetNS) (err error) {
 		if n.counters, err = ruleset.OpenCounters(); err != nil {
 			return err
@@ -193,9 +193,9 @@ func compare(a, b attach.NetnsID) int {
 	return slices.Compare([]uint64{a.Dev, a.Ino, a.Cookie}, []uint64{b.Dev, b.Ino, b.Cookie})
 }
 
-// Count reads the counters of the netns in which in is installed. It returns the senders that have had no packet
-// stopped there before.
-func (w *Watcher) Count(id attach.NetnsID, in ruleset.Installed) (first []ruleset.Sender, err error) {
+// Count reads the counters of the netns in which in is installed. It returns the causes for which no packet was stopped
+// there before.
+func (w *Watcher) Count(id attach.NetnsID, in ruleset.Installed) (first []ruleset.Cause, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	n := w.netns[id]
@@ -206,23 +206,23 @@ func (w *Watcher) Count(id attach.NetnsID, in ruleset.Installed) (first []rulese
 	if err != nil {
 		return nil, err
 	}
-	for _, sender := range slices.Sorted(maps.Keys(read)) {
-		more := read[sender] - n.read[sender]
-		if read[sender] < n.read[sender] { // the wall was installed anew
-			more = read[sender]
+	for _, cause := range slices.Sorted(maps.Keys(read)) {
+		more := read[cause] - n.read[cause]
+		if read[cause] < n.read[cause] { // the wall was installed anew
+			more = read[cause]
 		}
-		if more > 0 && n.stopped[sender] == 0 {
-			first = append(first, sender)
+		if more > 0 && n.stopped[cause] == 0 {
+			first = append(first, cause)
 		}
-		n.stopped[sender] += more
-		w.stopped[sender] += more
+		n.stopped[cause] += more
+		w.stopped[cause] += more
 	}
 	n.read = read
 	return first, nil
 }
 
 // Stopped returns how many packets were stopped in one netns, as far as they were counted.
-func (w *Watcher) Stopped(id attach.NetnsID) map[ruleset.Sender]uint64 {
+func (w *Watcher) Stopped(id attach.NetnsID) map[ruleset.Cause]uint64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if n := w.netns[id]; n != nil {
@@ -232,7 +232,7 @@ func (w *Watcher) Stopped(id attach.NetnsID) map[ruleset.Sender]uint64 {
 }
 
 // Total returns how many packets were stopped in all netns, also in those that are gone.
-func (w *Watcher) Total() map[ruleset.Sender]uint64 {
+func (w *Watcher) Total() map[ruleset.Cause]uint64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return maps.Clone(w.stopped)

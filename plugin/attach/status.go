@@ -66,7 +66,7 @@ type AttachmentStatus struct {
 	Backend string `json:"backend,omitempty"`
 	// Wall is Installed.Wall: the packets that the wall sees.
 	Wall string `json:"wall,omitempty"`
-	// Stopped is how many packets the wall has stopped, by their likely sender: pod, nested or packet.
+	// Stopped is how many packets were stopped, by cause: pod, nested, packet, quic or other.
 	Stopped map[string]uint64 `json:"stopped,omitempty"`
 	// Notes name shortcomings, such as no SYN gate or a listener that cannot be opened.
 	Notes []string `json:"notes,omitempty"`

@@ -156,12 +156,15 @@ func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed)
 				err = loopbackUp()
 			}
 			if err == nil {
+				err = removeStandIn(ctx, b, in, previous)
+			}
+			if err == nil {
 				return in, nil
 			}
 			failures = append(failures, fmt.Errorf("%s: %w", b.name(), err))
 			if previous == nil {
 				// Some tables may be installed. If removing fails it fails for the reason above, which is reported.
-				_ = removeWith(ctx, b, []Family{IPv4, IPv6}, nil)
+				_ = removeWith(ctx, b, []Family{IPv4, IPv6}, in.facts().wall, nil)
 			}
 		}
 	}
@@ -174,6 +177,19 @@ func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed)
 		failures = append(failures, in.lowerWall())
 	}
 	return Installed{}, errors.Join(failures...)
+}
+
+// removeStandIn removes the rules that stood in for a wall which there is now: those of a version without one.
+func removeStandIn(ctx context.Context, b backend, in Installed, previous *Installed) error {
+	if previous == nil || previous.Wall != WallNone || in.Wall == WallNone {
+		return nil
+	}
+	for _, f := range in.families() {
+		if err := b.remove(ctx, f, []table{in.Ruleset.filter(f)}); err != nil {
+			return fmt.Errorf("removing the rules of filter: %w", err)
+		}
+	}
+	return nil
 }
 
 func putBack(ctx context.Context, b backend, previous Installed) error {
@@ -267,7 +283,7 @@ func applyWith(ctx context.Context, b backend, in Installed, needIPv6 bool) (ipv
 		if aerr != nil || has || needIPv6 {
 			return false, errors.Join(fmt.Errorf("the pod has an IPv6 address that cannot be captured: %w", err), aerr)
 		}
-		_ = removeWith(ctx, b, []Family{IPv6}, nil) // the tables before the one that failed; may fail the same way
+		_ = removeWith(ctx, b, []Family{IPv6}, in.facts().wall, nil) // the tables before the one that failed; may fail the same way
 		return false, nil
 	}
 	return true, nil
@@ -376,13 +392,13 @@ func (i Installed) Remove(ctx context.Context, netns string, released func() err
 		if err != nil {
 			return err
 		}
-		return errors.Join(i.lowerWall(), removeWith(ctx, candidates[0], i.families(), released))
+		return errors.Join(i.lowerWall(), removeWith(ctx, candidates[0], i.families(), i.facts().wall, released))
 	})
 }
 
 // removeWith deletes the tables that capture, runs released, and then deletes the table of the guard, which tables
-// puts first.
-func removeWith(ctx context.Context, b backend, families []Family, released func() error) error {
+// puts first. wall says that there are no tables that stand in for the wall.
+func removeWith(ctx context.Context, b backend, families []Family, wall bool, released func() error) error {
 	var errs []error
 	remove := func(tables func(Family) []table) {
 		for _, f := range families {
@@ -392,7 +408,7 @@ func removeWith(ctx context.Context, b backend, families []Family, released func
 		}
 	}
 	var empty Ruleset // every ruleset has the same chains
-	all := func(f Family) []table { return empty.tables(f, facts{synGate: true, wall: true}) }
+	all := func(f Family) []table { return empty.tables(f, facts{synGate: true, wall: wall}) }
 	remove(func(f Family) []table { return all(f)[1:] })
 	if released != nil {
 		errs = append(errs, released())

@@ -27,10 +27,10 @@ func OpenCounters() (*Counters, error) {
 // Close closes the connection to the kernel.
 func (c *Counters) Close() error { return c.conn.CloseLasting() }
 
-// Stopped returns the number of packets that were stopped since i was installed, by their likely sender. A count may
-// also begin anew when a part of the rules is restored.
-func (c *Counters) Stopped(i Installed) (map[Sender]uint64, error) {
-	counts := map[Sender]uint64{}
+// Stopped returns the number of packets that were stopped since i was installed. A count may also begin anew when a part
+// of the rules is restored.
+func (c *Counters) Stopped(i Installed) (map[Cause]uint64, error) {
+	counts := map[Cause]uint64{}
 	for _, t := range i.wall() {
 		for _, chain := range t.chains {
 			if err := c.add(counts, t, chain); err != nil {
@@ -41,9 +41,9 @@ func (c *Counters) Stopped(i Installed) (map[Sender]uint64, error) {
 	return counts, nil
 }
 
-// add adds the counters of one chain, in which the rules that count are the last ones.
-func (c *Counters) add(counts map[Sender]uint64, t table, chain chain) error {
-	if len(chain.rules) == 0 || chain.rules[len(chain.rules)-1].target.verb != verbStop {
+// add adds the counters of one chain.
+func (c *Counters) add(counts map[Cause]uint64, t table, chain chain) error {
+	if !slices.ContainsFunc(chain.rules, func(r rule) bool { return r.target.cause != "" }) {
 		return nil
 	}
 	nt := nftTable(t)
@@ -57,8 +57,8 @@ func (c *Counters) add(counts map[Sender]uint64, t table, chain chain) error {
 	for n := range min(len(have), len(chain.rules)) {
 		r := chain.rules[n]
 		for _, e := range have[n].Exprs {
-			if counter, ok := e.(*expr.Counter); ok && r.target.verb == verbStop {
-				counts[r.target.count] += counter.Packets
+			if counter, ok := e.(*expr.Counter); ok && r.target.cause != "" {
+				counts[r.target.cause] += counter.Packets
 			}
 		}
 	}
@@ -77,7 +77,7 @@ func (i Installed) KnowBridges(path string, indices []int) error {
 			return fmt.Errorf("opening nftables: %w", err)
 		}
 		for _, t := range i.wall() {
-			if t.family == link {
+			if t.family == link || t.name != "wall" {
 				continue
 			}
 			if err := addBridges(conn, t, indices); err != nil {

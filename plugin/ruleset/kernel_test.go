@@ -223,6 +223,44 @@ func TestApplyReplaces(t *testing.T) {
 	})
 }
 
+// TestUpgradeToAWall: the rules of filter that stood in for the wall in older versions go.
+func TestUpgradeToAWall(t *testing.T) {
+	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
+		previous := apply(t, h, rich(), backend, nil)
+		previous.Wall = ruleset.WallNone
+		if backend == ruleset.BackendNFTables {
+			h.Exec("nft", "add table ip sluice-filter")
+		} else {
+			h.Exec(backend, "-t", "filter", "-N", "SLUICE_OUTPUT")
+			h.Exec(backend, "-t", "filter", "-A", "SLUICE_OUTPUT", "-j", "DROP")
+			h.Exec(backend, "-t", "filter", "-I", "OUTPUT", "-j", "SLUICE_OUTPUT")
+		}
+		checkNoDrift(t, h, apply(t, h, rich(), backend, &previous))
+		if backend == ruleset.BackendNFTables {
+			if got := h.Exec("nft", "list", "tables"); strings.Contains(got, "sluice-filter") {
+				t.Errorf("the table of the older version is still there:\n%s", got)
+			}
+		} else if got := h.Exec(backend, "-t", "filter", "-S"); strings.Contains(got, "SLUICE") {
+			t.Errorf("the rules of the older version are still there:\n%s", got)
+		}
+	})
+}
+
+// TestManyCIDRs: a long list of exclusions makes a ruleset of thousands of rules.
+func TestManyCIDRs(t *testing.T) {
+	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
+		r := rich()
+		for i := range 300 {
+			r.ExcludeCIDRs = append(r.ExcludeCIDRs,
+				netip.PrefixFrom(netip.AddrFrom4([4]byte{172, 16, byte(i >> 8), byte(i)}), 32),
+				netip.PrefixFrom(netip.AddrFrom16([16]byte{0xfd, 14: byte(i >> 8), 15: byte(i)}), 128))
+		}
+		in := apply(t, h, r, backend, nil)
+		checkNoDrift(t, h, in)
+		checkNoDrift(t, h, apply(t, h, r, backend, &in))
+	})
+}
+
 func TestForeignRulesStay(t *testing.T) {
 	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 		tool := "iptables-nft"

@@ -15,6 +15,7 @@ import (
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
 	"github.com/google/nftables/userdata"
+	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
 
@@ -64,6 +65,10 @@ var nftHooks = map[string]map[string]nftHook{
 		chainOutput:     {nftables.ChainTypeNAT, nftables.ChainHookOutput, nftables.ChainPriorityNATDest},
 		chainPrerouting: {nftables.ChainTypeNAT, nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest},
 	},
+	"refuse": {
+		chainOutput:  {nftables.ChainTypeFilter, nftables.ChainHookOutput, beforeFilter},
+		chainForward: {nftables.ChainTypeFilter, nftables.ChainHookForward, beforeFilter},
+	},
 	"wall": {
 		chainOutput:      {nftables.ChainTypeFilter, nftables.ChainHookOutput, beforeNAT},
 		chainPrerouting:  {nftables.ChainTypeFilter, nftables.ChainHookPrerouting, beforeNAT},
@@ -73,8 +78,9 @@ var nftHooks = map[string]map[string]nftHook{
 }
 
 var (
-	beforeNAT = new(*nftables.ChainPriorityNATDest - 10)
-	last      = nftables.ChainPriorityConntrackHelper
+	beforeNAT    = new(*nftables.ChainPriorityNATDest - 10)
+	beforeFilter = new(*nftables.ChainPriorityFilter - 10)
+	last         = nftables.ChainPriorityConntrackHelper
 )
 
 func (nftablesBackend) apply(_ context.Context, _ Family, tables []table) error {
@@ -87,7 +93,10 @@ func (nftablesBackend) remove(_ context.Context, _ Family, tables []table) error
 
 // replaceTables deletes the tables of old that exist and adds those of fresh, in one transaction.
 func replaceTables(old, fresh []table) error {
-	conn, err := nftables.New(nftables.AsLasting()) // a lasting socket stays in the netns in which it was opened
+	conn, err := nftables.New(
+		nftables.AsLasting(), // a lasting socket stays in the netns in which it was opened
+		nftables.WithSockOptions(hugeBuffers),
+	)
 	if err != nil {
 		return fmt.Errorf("opening nftables: %w", err)
 	}
@@ -99,6 +108,13 @@ func replaceTables(old, fresh []table) error {
 		return fmt.Errorf("nftables: %w", err)
 	}
 	return nil
+}
+
+// hugeBuffers makes room for a transaction: it is one message, and the kernel answers each of its hundreds of parts.
+// With the default of 208 KiB a ruleset of some dozen CIDRs would be too large.
+func hugeBuffers(c *netlink.Conn) error {
+	const size = 16 << 20
+	return errors.Join(c.SetReadBuffer(size), c.SetWriteBuffer(size))
 }
 
 func transact(conn *nftables.Conn, old, fresh []table) error {
@@ -136,7 +152,10 @@ const knownBridges = "bridges"
 func addTable(conn *nftables.Conn, t table) error {
 	nt := conn.AddTable(nftTable(t))
 	if t.name == "wall" && t.family != link {
-		set := &nftables.Set{Table: nt, Name: knownBridges, KeyType: nftables.TypeIFIndex, Dynamic: true, Size: 1 << 10}
+		set := &nftables.Set{
+			Table: nt, Name: knownBridges, KeyType: nftables.TypeIFIndex, Dynamic: true, Size: 1 << 10,
+			ID: uint32(t.family), // within the transaction; package nftables would take one from a variable without a lock
+		}
 		if err := conn.AddSet(set, nil); err != nil {
 			return err
 		}
@@ -480,7 +499,11 @@ func nftTarget(f Family, t target) []expr.Any {
 		return []expr.Any{&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}}
 	case verbReject:
 		code := map[Family]uint8{IPv4: 3, IPv6: 4}[f] // port unreachable: RFC 792, RFC 4443
-		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
+		reject := &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}
+		if t.cause == "" {
+			return []expr.Any{reject}
+		}
+		return []expr.Any{&expr.Counter{}, reject}
 	case verbRedirect:
 		const protoSpecified = 2 // NF_NAT_RANGE_PROTO_SPECIFIED
 		return []expr.Any{

@@ -37,7 +37,7 @@ func Purge(ctx context.Context, netns string) error {
 		}
 		tool, families, legacyErr := findLegacy(ctx)
 		if len(families) > 0 {
-			legacyErr = errors.Join(legacyErr, removeWith(ctx, tool, families, nil))
+			legacyErr = errors.Join(legacyErr, removeWith(ctx, tool, families, false, nil))
 		}
 		return errors.Join(err, legacyErr)
 	})

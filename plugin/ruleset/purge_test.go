@@ -84,7 +84,7 @@ func TestPurgeOfAPart(t *testing.T) {
 	forBackends(t, func(t *testing.T, h *testbed.Host, backend string) {
 		apply(t, h, rich(), backend, nil)
 		if backend == ruleset.BackendNFTables {
-			h.Exec("nft", "delete table ip6 sluice-nat; delete table ip sluice-filter")
+			h.Exec("nft", "delete table ip6 sluice-nat; delete table ip sluice-mangle")
 		} else {
 			tool6 := strings.Replace(backend, "ip", "ip6", 1)
 			for _, table := range []string{"nat", "mangle", "filter"} {

@@ -100,7 +100,7 @@ type target struct {
 	verb  verb
 	chain string         // to which it jumps
 	to    netip.AddrPort // where the connection is sent; of verbRedirect the port only
-	count Sender         // verbStop counts the packet as sent by it
+	cause Cause          // verbStop and verbReject count the packet by it, unless it is empty
 }
 
 type verb string
@@ -109,7 +109,7 @@ const (
 	verbReturn   verb = "RETURN"
 	verbAccept   verb = "ACCEPT"
 	verbDrop     verb = "DROP"
-	verbReject   verb = "REJECT" // with port-unreachable
+	verbReject   verb = "REJECT" // with port-unreachable; counts too in nftables
 	verbJump     verb = "JUMP"
 	verbRedirect verb = "REDIRECT"
 	verbDNAT     verb = "DNAT"
@@ -204,26 +204,29 @@ func (i Interface) addr(f Family) netip.Addr {
 // tables describes the part of r that a backend renders, for one family, in the order in which the tables are
 // installed: the guard of the capture ports is in place before the first connection is redirected to them.
 func (r Ruleset) tables(f Family, k facts) []table {
-	var via match // without the wall, TCP is filtered too
+	guard := table{family: f, name: "mangle", chains: []chain{r.inputChain(k.synGate)}}
+	nat := table{family: f, name: "nat", chains: []chain{
+		r.gate(f, k.interfaces),
+		r.captureNAT(),
+		r.outbound(f),
+		r.fromPod(match{proto: "tcp"}, k.wall),
+		r.fromElsewhere(chainPrerouting, match{proto: "tcp"}, r.inbound(f), k.wall),
+	}}
 	if k.wall {
-		via.notProto = "tcp"
+		return []table{guard, nat}
 	}
-	return []table{
-		{family: f, name: "mangle", chains: []chain{r.inputChain(k.synGate)}},
-		{family: f, name: "filter", chains: []chain{
-			r.captureFilter(f, k.wall),
-			r.outbound(f),
-			r.fromPod(via, k.wall),
-			r.fromElsewhere(chainForward, via, nil, k.wall),
-		}},
-		{family: f, name: "nat", chains: []chain{
-			r.gate(f, k.interfaces),
-			r.captureNAT(),
-			r.outbound(f),
-			r.fromPod(match{proto: "tcp"}, k.wall),
-			r.fromElsewhere(chainPrerouting, match{proto: "tcp"}, r.inbound(f), k.wall),
-		}},
-	}
+	return []table{guard, r.filter(f), nat}
+}
+
+// filter stands in for the wall: it rejects the packets other than TCP that must not be sent, and drops captured TCP
+// that nat did not redirect.
+func (r Ruleset) filter(f Family) table {
+	return table{family: f, name: "filter", chains: []chain{
+		r.captureFilter(f),
+		r.outbound(f),
+		r.fromPod(match{}, false),
+		r.fromElsewhere(chainForward, match{}, nil, false),
+	}}
 }
 
 // inputChain guards the capture ports. It sees SYNs only: if it dropped later segments too, the connections
@@ -373,18 +376,12 @@ func (r Ruleset) gate(f Family, interfaces []Interface) chain {
 	return c
 }
 
-// captureFilter rejects the packets other than TCP that must not be sent. Without the wall it also drops captured TCP
-// that nat did not redirect.
-func (r Ruleset) captureFilter(f Family, wall bool) chain {
-	others := r.others(f, targetReject, "rejected, so that clients fall back to TCP at once", "rejected")
-	if wall {
-		return chain{name: chainCapture, rules: others}
-	}
+func (r Ruleset) captureFilter(f Family) chain {
 	port := r.CapturePorts().Outbound
 	direct := match{proto: "tcp", syn: true, state: ctNew, letOut: true}
 	toGate := match{proto: "tcp", dports: PortRange{port, port}, syn: true, dnat: true}
 	return r.capture(
-		append(others,
+		append(r.others(f, targetReject, targetReject),
 			rule{direct, targetReturn, "sluiced has marked it to go direct"},
 			rule{toGate, targetReturn, "redirected, on its way to the gate"},
 		),
@@ -396,11 +393,12 @@ func (r Ruleset) captureFilter(f Family, wall bool) chain {
 	)
 }
 
-// others applies act to captured packets other than TCP, as far as they must not be sent.
-func (r Ruleset) others(f Family, act target, whyQUIC, whyOther string) []rule {
+// others applies the targets to captured packets other than TCP, as far as they must not be sent.
+func (r Ruleset) others(f Family, quic, other target) []rule {
 	var rules []rule
 	if r.RejectQUIC && r.capturesPort(QUICPort) {
-		rules = append(rules, rule{match{proto: "udp", dports: PortRange{QUICPort, QUICPort}}, act, "QUIC: " + whyQUIC})
+		toQUIC := match{proto: "udp", dports: PortRange{QUICPort, QUICPort}}
+		rules = append(rules, rule{toQUIC, quic, "QUIC: rejected, so that clients fall back to TCP at once"})
 	}
 	if r.Other == "" || r.Other == OtherAllow {
 		return rules
@@ -419,7 +417,7 @@ func (r Ruleset) others(f Family, act target, whyQUIC, whyOther string) []rule {
 			rules = append(rules, rule{dns, targetReturn, "DNS, to a resolver of the pod"})
 		}
 	}
-	return append(rules, rule{match{notProto: "tcp"}, act, "neither TCP nor DNS: " + whyOther})
+	return append(rules, rule{match{notProto: "tcp"}, other, "neither TCP nor let out: rejected"})
 }
 
 // capture has the rules of first, then each of acts for the ports that the port lists capture. An act's own match

@@ -21,21 +21,27 @@ import (
 // socket can set a mark, but no route; a macvlan interface in a nested container can do both, but has another address.
 // Other frames pass only if they plainly carry no TCP.
 //
+// A second table for each of IPv4 and IPv6 rejects what must not be sent and is no TCP, so that the sender learns of it at
+// once. It is in nftables because there a packet passes the chains of all programs: dockerd puts its rules first into the
+// chain FORWARD of iptables, and they accept.
+//
 // The tables of IPv4 and IPv6 also find out which packets stay in the pod, for the backend's rules: those that go to a
 // bridge. nat must know it before the kernel routes the packet.
 
-// Sender names the likely sender of packets that the wall has stopped.
-type Sender string
+// Cause says why packets were stopped.
+type Cause string
 
-// The likely senders.
+// The causes. The first three would have left the pod around the upstream, and name the likely sender.
 const (
-	SenderPod    Sender = "pod"    // a socket in the pod's netns, of a connection that was not let out
-	SenderNested Sender = "nested" // a container nested in the pod
-	SenderPacket Sender = "packet" // a packet socket, or a network stack of its own, such as gVisor's
+	CausePod    Cause = "pod"    // a socket in the pod's netns, of a connection that was not let out
+	CauseNested Cause = "nested" // a container nested in the pod
+	CausePacket Cause = "packet" // a packet socket, or a network stack of its own, such as gVisor's
+	CauseQUIC   Cause = "quic"   // QUIC is rejected
+	CauseOther  Cause = "other"  // neither TCP nor QUIC, and rejected by Ruleset.Other
 )
 
-// Senders are all likely senders.
-var Senders = []Sender{SenderPod, SenderNested, SenderPacket}
+// Causes are all causes.
+var Causes = []Cause{CausePod, CauseNested, CausePacket, CauseQUIC, CauseOther}
 
 // chains of the wall that other tables do not have.
 const (
@@ -49,9 +55,9 @@ const (
 func (r Ruleset) wall(extent Wall, interfaces []Interface) []table {
 	switch extent {
 	case WallFull:
-		return []table{r.wallOf(IPv4), r.wallOf(IPv6), r.egress(interfaces)}
+		return append(r.wall(WallRouted, nil), r.egress(interfaces))
 	case WallRouted:
-		return []table{r.wallOf(IPv4), r.wallOf(IPv6)}
+		return []table{r.wallOf(IPv4), r.refusals(IPv4), r.wallOf(IPv6), r.refusals(IPv6)}
 	default:
 		return nil
 	}
@@ -67,6 +73,19 @@ func (r Ruleset) wallOf(f Family) table {
 		r.leavingPod(),
 		r.arriving(),
 		r.sent(),
+	}}
+}
+
+// refusals rejects packets other than TCP that must not be sent.
+func (r Ruleset) refusals(f Family) table {
+	quic, other := targetReject, targetReject
+	quic.cause, other.cause = CauseQUIC, CauseOther
+	via := match{notProto: "tcp"}
+	return table{family: f, name: "refuse", chains: []chain{
+		{name: chainCapture, rules: r.others(f, quic, other)},
+		r.outbound(f),
+		r.fromPod(via, true),
+		r.fromElsewhere(chainForward, via, nil, true),
 	}}
 }
 
@@ -113,15 +132,15 @@ func (r Ruleset) decide() chain {
 	return c
 }
 
+// captureWall also drops what refusals has not rejected, such as a packet of a raw socket that goes to no connection.
 func (r Ruleset) captureWall(f Family) chain {
-	others := r.others(f, jump(chainStop), "it was not rejected before", "it was not rejected before")
-	return r.capture(others, rule{match{}, jump(chainStop), "captured, and not redirected: it would bypass the proxy"})
+	return r.capture(r.others(f, jump(chainStop), jump(chainStop)), rule{match{}, jump(chainStop), "captured, and not redirected: it would bypass the proxy"})
 }
 
 func (r Ruleset) stop() chain {
 	return chain{name: chainStop, rules: []rule{
-		{match{forwarded: true}, target{verb: verbStop, count: SenderNested}, "sent by a nested container"},
-		{match{}, target{verb: verbStop, count: SenderPod}, "sent by a socket in the pod's netns"},
+		{match{forwarded: true}, target{verb: verbStop, cause: CauseNested}, "sent by a nested container"},
+		{match{}, target{verb: verbStop, cause: CausePod}, "sent by a socket in the pod's netns"},
 	}}
 }
 
@@ -170,8 +189,8 @@ func (r Ruleset) egress(interfaces []Interface) table {
 		r.plain(),
 		{name: chainEgress, rules: []rule{
 			{match{}, jump(chainPlain), "accepts frames that plainly carry no TCP"},
-			{match{routed: true}, target{verb: verbStop, count: SenderPod}, "the stack's rules have not let it pass"},
-			{match{}, target{verb: verbStop, count: SenderPacket}, "sent by a packet socket, or by a stack of its own"},
+			{match{routed: true}, target{verb: verbStop, cause: CausePod}, "the stack's rules have not let it pass"},
+			{match{}, target{verb: verbStop, cause: CausePacket}, "sent by a packet socket, or by a stack of its own"},
 		}},
 	}}
 	for _, i := range interfaces {
