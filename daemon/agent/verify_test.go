@@ -1,0 +1,157 @@
+package agent
+
+import (
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+	"github.com/sluice-cni/sluice/plugin/attach"
+)
+
+// undo deletes a part of the pod's rules.
+func (p *testPod) undo() { p.Exec("nft", "delete", "table", "ip", "sluice-wall") }
+
+// verified is a captured pod whose agent verifies its rules.
+type verified struct {
+	*testPod
+	agent        *testAgent
+	orchestrator *fakeOrchestrator
+	record       attach.Record
+	now          time.Time
+}
+
+func newVerified(t *testing.T, backend string) *verified {
+	t.Helper()
+	v := &verified{testPod: newTestPod(t), orchestrator: newOrchestrator(), now: time.Now()}
+	v.orchestrator.set(capture)
+	v.agent = newAgentFor(t, v.orchestrator)
+	v.record = v.agent.write(t, v.Host, attach.Captured, v.apply(t, backend))
+	v.agent.Reconcile(t.Context())
+	v.verify(t)
+	return v
+}
+
+// verify takes the changes that the kernel has reported, and lets more time pass than the rest between two looks.
+func (v *verified) verify(t *testing.T) {
+	t.Helper()
+	v.now = v.now.Add(2 * time.Second)
+	v.agent.verifyChanged(t.Context(), v.now)
+}
+
+func (v *verified) inLine(t *testing.T) bool {
+	t.Helper()
+	r, err := v.agent.store.Read(v.record.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	drift, err := r.Installed.Check(t.Context(), v.Path())
+	return err == nil && len(drift) == 0
+}
+
+// reasons are those of the events so far, about rules and packets.
+func (v *verified) reasons() (reasons []string) {
+	for _, e := range v.orchestrator.events {
+		reason, _, _ := strings.Cut(strings.Fields(e)[2], ":")
+		if reason != reasonCaptured {
+			reasons = append(reasons, reason)
+		}
+	}
+	return reasons
+}
+
+// TestRulesAreRestored: each time at once, with an event. The third time within minutes the event says that the pod
+// undoes them, and then there is no more.
+func TestRulesAreRestored(t *testing.T) {
+	forBackends(t, func(t *testing.T, backend string) {
+		v := newVerified(t, backend)
+		for range 4 {
+			v.undo()
+			testbed.Eventually(t, "the rules are restored", func() bool {
+				v.verify(t)
+				return v.inLine(t)
+			})
+		}
+		want := []string{reasonRestored, reasonRestored, reasonUndone}
+		if got := v.reasons(); !slices.Equal(got, want) {
+			t.Errorf("got events %q, want %q", v.orchestrator.events, want)
+		}
+		if got := v.agent.Restored(); got != 4 {
+			t.Errorf("restored %d times, want 4", got)
+		}
+	})
+}
+
+// TestLegacyRulesAreRestored although the kernel does not report that they have changed.
+func TestLegacyRulesAreRestored(t *testing.T) {
+	t.Parallel()
+	v := newVerified(t, "iptables-legacy")
+	v.Exec("iptables-legacy", "-t", "nat", "-F", "SLUICE_OUTPUT")
+	testbed.Eventually(t, "the rules are restored", func() bool {
+		v.verify(t)
+		return v.inLine(t)
+	})
+}
+
+// TestEndingAttachmentsAreNotRestored: DEL removes the rules.
+func TestEndingAttachmentsAreNotRestored(t *testing.T) {
+	t.Parallel()
+	for _, state := range []attach.State{attach.Removing, attach.Adding} {
+		v := newVerified(t, "nftables")
+		r := v.record
+		r.State = state
+		if err := v.agent.store.Write(r); err != nil {
+			t.Fatal(err)
+		}
+		v.undo()
+		for range 3 {
+			v.verify(t)
+		}
+		if v.inLine(t) || v.agent.Restored() > 0 {
+			t.Errorf("the record is in the state %q, and the rules were restored", state)
+		}
+	}
+}
+
+// TestBusyNetnsIsVerifiedLater: while the plugin changes the rules, they may differ from the record.
+func TestBusyNetnsIsVerifiedLater(t *testing.T) {
+	t.Parallel()
+	v := newVerified(t, "nftables")
+	release, err := attach.LockNetns(t.Context(), v.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	v.undo()
+	for range 3 {
+		v.verify(t)
+	}
+	if v.inLine(t) {
+		t.Error("restored while another process had the netns locked")
+	}
+	release()
+	testbed.Eventually(t, "the rules are restored", func() bool {
+		v.verify(t)
+		return v.inLine(t)
+	})
+}
+
+// TestStoppedPacketsAreReported once for each cause, on their pod and in the status.
+func TestStoppedPacketsAreReported(t *testing.T) {
+	t.Parallel()
+	v := newVerified(t, "nftables")
+	to := netip.MustParseAddrPort(server + ":80")
+	frame := testbed.Segment{From: to, To: to, Flags: 2}.Frame()
+	for range 2 {
+		testbed.SendFrames(v.Host, "eth0", testbed.FrameOptions{}, frame, frame)
+		v.agent.Count()
+	}
+	if got := v.reasons(); !slices.Equal(got, []string{reasonStopped}) {
+		t.Errorf("got events %q, want one about stopped packets", v.orchestrator.events)
+	}
+	s, _ := v.agent.statusOf(v.record.ID)
+	if s.Stopped["packet"] != 4 || len(s.Stopped) != 1 {
+		t.Errorf("got %v stopped, want 4 of packet sockets", s.Stopped)
+	}
+}
