@@ -70,7 +70,11 @@ func check(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) 
 	if err != nil {
 		return err
 	}
-	if drift = slices.Concat(drift, listeners, sysctls); len(drift) > 0 {
+	before, err := r.Installed.Before(netns)
+	if err != nil {
+		return err
+	}
+	if drift = slices.Concat(drift, before, listeners, sysctls); len(drift) > 0 {
 		return fmt.Errorf("%s is not captured as it should be: %s", r.Attachment, strings.Join(drift, "; "))
 	}
 	return nil

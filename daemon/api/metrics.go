@@ -40,8 +40,8 @@ var (
 		"Captured connections that went to their destinations without the upstream, because they had waited too "+
 			"long for it.")
 	stoppedPackets = describe("sluice_stopped_packets_total",
-		"Packets of captured pods that were stopped. The causes pod, nested and packet name the likely sender of those "+
-			"that would have left around the upstream; quic and other were rejected by the configuration.",
+		"Packets of captured pods that were stopped. The causes pod, nested and packet name the likely sender of "+
+			"those that would have left around the upstream; quic and other were rejected by the configuration.",
 		"cause")
 	restoredRules = describe("sluice_rules_restored_total",
 		"How many times the rules of a pod were not as installed and were restored.")

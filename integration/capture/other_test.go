@@ -100,7 +100,7 @@ func TestOtherLetsThePodLive(t *testing.T) {
 					h.IP("-6", "neigh", "flush", "all")
 				}
 			}
-			pod.Host.ServeCallerUDP(":8053")
+			pod.ServeCallerUDP(":8053")
 			for family, ip := range []string{pod.IPv4, pod.IPv6} {
 				gateway := []string{gatewayIPv4, gatewayIPv6}[family]
 				world := []string{testbed.WorldIPv4, testbed.WorldIPv6}[family]
@@ -144,13 +144,13 @@ func TestOtherOfTheConfiguration(t *testing.T) {
 		t.Error("the log does not say that there is no name server")
 	}
 	testbed.Eventually(t, "a pod may ask no name server", func() bool {
-		_, err := pod.Host.CallerUDP(testbed.Context(t), testbed.WorldIPv4+":53")
+		_, err := pod.CallerUDP(testbed.Context(t), testbed.WorldIPv4+":53")
 		return errors.Is(err, syscall.ECONNREFUSED)
 	})
 }
 
-// wantUDP fails the test unless a server of ServeCallerUDP sees a datagram come from want, or if it must not pass, unless it
-// is refused.
+// wantUDP fails the test unless a server of ServeCallerUDP sees a datagram come from want, or if it must not pass,
+// unless it is refused.
 func wantUDP(t *testing.T, from *testbed.Host, address, want string, passes bool) {
 	t.Helper()
 	got, err := from.CallerUDP(testbed.Context(t), address)

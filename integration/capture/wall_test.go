@@ -160,3 +160,25 @@ func TestBoundToInterface(t *testing.T) {
 		w.wantNothingOut(t)
 	})
 }
+
+// TestForeignNATInFront: a nat chain of another program that leads connections elsewhere, before sluice's sees them,
+// does not lead them out of the pod, and CHECK names it.
+func TestForeignNATInFront(t *testing.T) {
+	forWalls(t, "connect", func(t *testing.T, w *walled) {
+		other := netip.MustParseAddrPort(testbed.WorldIPv4 + ":8080")
+		w.node.World.ServeCaller(other.String())
+		for _, command := range []string{
+			"add table ip foreign",
+			"add chain ip foreign output { type nat hook output priority -150; }",
+			"add rule ip foreign output ip daddr " + testbed.WorldIPv4 + " tcp dport 7 dnat to " + other.String(),
+		} {
+			w.pod.Exec("nft", command)
+		}
+		testbed.WantDropped(t, w.pod.Host, capturedDestinations[0].String())
+		w.wantNothingOut(t)
+		if out := w.tap.Frames(testbed.TCPTo(other)); len(out) > 0 {
+			t.Errorf("%d segments have left the pod, the first: %x", len(out), out[0])
+		}
+		testbed.WantErrorLike(t, w.pod.Check(), "the nat chain output of table foreign of another program")
+	})
+}

@@ -283,7 +283,8 @@ func applyWith(ctx context.Context, b backend, in Installed, needIPv6 bool) (ipv
 		if aerr != nil || has || needIPv6 {
 			return false, errors.Join(fmt.Errorf("the pod has an IPv6 address that cannot be captured: %w", err), aerr)
 		}
-		_ = removeWith(ctx, b, []Family{IPv6}, in.facts().wall, nil) // the tables before the one that failed; may fail the same way
+		// The tables before the one that failed; it may fail the same way.
+		_ = removeWith(ctx, b, []Family{IPv6}, in.facts().wall, nil)
 		return false, nil
 	}
 	return true, nil

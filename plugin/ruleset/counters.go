@@ -27,8 +27,8 @@ func OpenCounters() (*Counters, error) {
 // Close closes the connection to the kernel.
 func (c *Counters) Close() error { return c.conn.CloseLasting() }
 
-// Stopped returns the number of packets that were stopped since i was installed. A count may also begin anew when a part
-// of the rules is restored.
+// Stopped returns the number of packets that were stopped since i was installed. A count may also begin anew when a
+// part of the rules is restored.
 func (c *Counters) Stopped(i Installed) (map[Cause]uint64, error) {
 	counts := map[Cause]uint64{}
 	for _, t := range i.wall() {

@@ -154,7 +154,7 @@ func addTable(conn *nftables.Conn, t table) error {
 	if t.name == "wall" && t.family != link {
 		set := &nftables.Set{
 			Table: nt, Name: knownBridges, KeyType: nftables.TypeIFIndex, Dynamic: true, Size: 1 << 10,
-			ID: uint32(t.family), // within the transaction; package nftables would take one from a variable without a lock
+			ID: uint32(t.family), // in the transaction; package nftables would count in a variable without a lock
 		}
 		if err := conn.AddSet(set, nil); err != nil {
 			return err

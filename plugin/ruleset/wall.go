@@ -21,9 +21,9 @@ import (
 // socket can set a mark, but no route; a macvlan interface in a nested container can do both, but has another address.
 // Other frames pass only if they plainly carry no TCP.
 //
-// A second table for each of IPv4 and IPv6 rejects what must not be sent and is no TCP, so that the sender learns of it at
-// once. It is in nftables because there a packet passes the chains of all programs: dockerd puts its rules first into the
-// chain FORWARD of iptables, and they accept.
+// A second table for each of IPv4 and IPv6 rejects packets other than TCP that must not be sent, so that the sender
+// learns of it at once. It is in nftables because there a packet meets the chains of all programs: dockerd puts its
+// rules first into the chain FORWARD of iptables, and they accept.
 //
 // The tables of IPv4 and IPv6 also find out which packets stay in the pod, for the backend's rules: those that go to a
 // bridge. nat must know it before the kernel routes the packet.
@@ -134,7 +134,10 @@ func (r Ruleset) decide() chain {
 
 // captureWall also drops what refusals has not rejected, such as a packet of a raw socket that goes to no connection.
 func (r Ruleset) captureWall(f Family) chain {
-	return r.capture(r.others(f, jump(chainStop), jump(chainStop)), rule{match{}, jump(chainStop), "captured, and not redirected: it would bypass the proxy"})
+	return r.capture(
+		r.others(f, jump(chainStop), jump(chainStop)),
+		rule{match{}, jump(chainStop), "captured, and not redirected: it would bypass the proxy"},
+	)
 }
 
 func (r Ruleset) stop() chain {
