@@ -26,17 +26,25 @@ func cmdDel(args *skel.CmdArgs) error {
 
 // del undoes an ADD. A record, ruleset or netns that is gone already is no error: the runtime repeats a DEL that
 // fails, and the pod could never be deleted. If the rules cannot be removed all stays as it is, for the next DEL. netns
-// is the path that the runtime names, or empty; it is needed only if there is no record.
+// is the path that the runtime names. It may be empty; without a record no rules are removed then.
 func del(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) error {
 	if id.Validate() != nil {
 		return nil // ADD does not accept such an ID
 	}
 	store := attach.NewStore(conf.StateDir)
+	if err := removeAttachment(ctx, store, id, netns); err != nil {
+		return fmt.Errorf("detaching %s: %w", id, err)
+	}
+	// First the record, then the daemon: a daemon that starts in between must not find the record and take on the pod.
+	return detach(ctx, attach.NewClient(conf.AgentSocket), id)
+}
+
+// removeAttachment removes the rules of an attachment and its record. The daemon does not change the rules meanwhile.
+func removeAttachment(ctx context.Context, store attach.Store, id attach.ID, netns string) error {
+	defer lock(ctx, id, netns)()
 	record, err := store.Read(id)
 	switch {
 	case err == nil:
-		release := lock(ctx, record)
-		defer release()
 		announce(store, record)
 		err = uninstall(ctx, store, record)
 	case errors.Is(err, os.ErrNotExist):
@@ -46,26 +54,24 @@ func del(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) er
 		err = uninstallUnrecorded(ctx, store, netns)
 	}
 	if err != nil {
-		return fmt.Errorf("detaching %s: %w", id, err)
+		return err
 	}
-	// First the record, then the daemon: a daemon that starts in between must not find the record and take on the pod.
-	return errors.Join(store.Remove(id), detach(ctx, attach.NewClient(conf.AgentSocket), id))
+	return store.Remove(id)
 }
 
 // lock keeps the daemon from restoring rules while they are removed. A netns that is gone needs no lock.
-func lock(ctx context.Context, r attach.Record) (release func()) {
-	if r.Installed == nil {
+func lock(ctx context.Context, id attach.ID, netns string) (release func()) {
+	if netns == "" {
 		return func() {}
 	}
-	release, err := attach.LockNetns(ctx, r.Netns)
-	if errors.Is(err, attach.ErrNetnsGone) {
-		return func() {}
+	release, err := attach.LockNetns(ctx, netns)
+	if err == nil {
+		return release
 	}
-	if err != nil {
-		logf("detaching %s: %s", r.Attachment, err)
-		return func() {}
+	if !errors.Is(err, attach.ErrNetnsGone) {
+		logf("detaching %s: %s", id, err)
 	}
-	return release
+	return func() {}
 }
 
 // announce writes into the record that its rules go. The daemon, which restores rules that it misses, leaves the netns

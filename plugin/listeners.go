@@ -108,9 +108,8 @@ func socketsInside(netns attach.NetnsID) (map[string]bool, error) {
 	}
 	inodes := map[string]bool{}
 	for _, p := range processes {
-		id, err := attach.StatNetns(filepath.Join(p, "ns/net"))
-		if err != nil || !id.SameFile(netns) {
-			continue // ended, or elsewhere
+		if !isInside(p, netns) {
+			continue
 		}
 		files, _ := filepath.Glob(filepath.Join(p, "fd/*"))
 		for _, f := range files {
@@ -121,4 +120,17 @@ func socketsInside(netns attach.NetnsID) (map[string]bool, error) {
 		}
 	}
 	return inodes, nil
+}
+
+// isInside reports whether every thread of a process is in a netns. One thread of sluiced, even its first, may be there
+// for a moment.
+func isInside(process string, netns attach.NetnsID) bool {
+	threads, err := filepath.Glob(filepath.Join(process, "task/[0-9]*"))
+	if err != nil || len(threads) == 0 {
+		return false // ended
+	}
+	return !slices.ContainsFunc(threads, func(thread string) bool {
+		id, err := attach.StatNetns(filepath.Join(thread, "ns/net"))
+		return err != nil || !id.SameFile(netns)
+	})
 }

@@ -86,6 +86,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	a.Reconsider(ctx)
 	for ctx.Err() == nil && !a.tenure.IsSucceeded() {
 		a.Reconcile(ctx)
+		a.watched()
 		select {
 		case now := <-reconcile.C:
 			_ = a.tenure.Do(func() error { // not while the gates are handed over

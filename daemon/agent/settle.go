@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"time"
 
 	"github.com/sluice-cni/sluice/daemon/conntrack"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
@@ -59,6 +60,14 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	if isSettled(r, d) {
 		return nil
 	}
+	unlock, err := lockNetns(ctx, r)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if s.isEnding(r) {
+		return nil
+	}
 	previous := r.State
 	switch {
 	case d.Capture:
@@ -76,9 +85,6 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	r.State = d.State()
 	s.log.Info("attachment settled", "attachment", r.String(), "previousState", string(previous),
 		"state", string(r.State), "reason", d.Reason)
-	if s.isEnding(r) {
-		return nil
-	}
 	e.Add(r)
 	s.events.changed(r.Pod, previous, d)
 	if err := s.store.Write(r); err != nil || r.Installed == nil {
@@ -163,15 +169,30 @@ func (s *settler) removeRules(ctx context.Context, e *endpoint.Endpoint, r attac
 	if r.Installed == nil {
 		return nil
 	}
+	unlock, err := lockNetns(ctx, r)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if s.isEnding(r) {
+		return nil
+	}
 	if err := r.Installed.Remove(ctx, r.Netns, nil); err != nil {
 		return err
 	}
 	r.Installed = nil
 	e.Add(r)
-	if s.isEnding(r) {
-		return nil
-	}
 	return s.store.Write(r)
+}
+
+// lockTimeout bounds how long the daemon waits for a plugin that changes the same rules.
+const lockTimeout = 5 * time.Second
+
+// lockNetns keeps the plugin from changing the rules of an attachment and its record.
+func lockNetns(ctx context.Context, r attach.Record) (unlock func(), err error) {
+	ctx, cancel := context.WithTimeout(ctx, lockTimeout)
+	defer cancel()
+	return attach.LockNetns(ctx, r.Netns)
 }
 
 // isEnding reports whether a DEL has begun to remove the attachment, or has removed it.

@@ -93,11 +93,14 @@ func (s *drillScene) stream(ctx context.Context, i int) {
 
 // quiet waits until no connection of the load is left.
 func (s *drillScene) quiet() {
-	testbed.Eventually(s.t, "no connection waits or is open", func() bool {
+	testbed.Eventually(s.t, "no connection waits or is open, and every pod is watched", func() bool {
 		left := 0
 		for _, p := range s.pods {
 			a := s.d.Of(p)
 			left += a.Waiting + a.Open
+			if a.Wall == "" { // its record is not read yet, and its netns not watched
+				left++
+			}
 		}
 		return left == 0
 	})
