@@ -4,11 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"strconv"
+	"sync"
 	"syscall"
 	"testing"
+	"time"
 
+	"github.com/sluice-cni/sluice/daemon/conntrack"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -20,14 +24,17 @@ type lab struct {
 	rules     ruleset.Ruleset
 	installed *ruleset.Installed
 	ways      map[string]way
-	outer     way    // from outside, to the pod
-	number    uint64 // of the last marker
+	gates     []net.Listener
+	held      map[bool]chan heldConn // captured connections to port 443: the test is their server; by Is6
+	outer     way                    // from outside, to the pod
+	number    uint64                 // of the last marker
 }
 
 // newLab makes a lab in which rules are installed.
 func newLab(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) *lab {
 	t.Helper()
-	l := &lab{scene: newScene(t, f), rules: rules, ways: map[string]way{}}
+	l := &lab{scene: newScene(t, f), rules: rules, ways: map[string]way{},
+		held: map[bool]chan heldConn{false: make(chan heldConn), true: make(chan heldConn)}}
 	l.current = s
 	pod := l.n.NewPod("lab").InNamespace("kube-system") // not captured by the plugin
 	if err := pod.Add(); err != nil {
@@ -36,9 +43,14 @@ func newLab(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) 
 	t.Cleanup(func() { _ = pod.Del() })
 	f.Prepare(pod)
 	l.furnish(pod)
-	for _, port := range []int{15001, 15006} {
-		pod.Serve(":"+strconv.Itoa(port), func(c net.Conn) { fmt.Fprintf(c, "gate %d", port) })
+	l.openGates()
+	for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
+		serveUDP(t, l.n.World, at(ip, 53))
 	}
+	for _, ip := range []string{pod.IPv4, pod.IPv6} {
+		serveUDP(t, pod.Host, at(ip, udpPort))
+	}
+	l.n.World.Serve(":"+strconv.Itoa(echoPort), func(c net.Conn) { _, _ = io.Copy(c, c) }) // the client notices an error
 	for _, w := range openWays(t, pod.Host, "", ways) {
 		l.ways[w.name] = w
 	}
@@ -51,10 +63,20 @@ func newLab(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) 
 	return l
 }
 
+// applying serialises the labs: nftables v0.3.0 numbers sets with a variable that no lock guards.
+var applying sync.Mutex
+
+// apply replaces all rules, even those that CHECK thinks to be there.
+func (l *lab) apply(ctx context.Context, rules ruleset.Ruleset) (ruleset.Installed, error) {
+	applying.Lock()
+	defer applying.Unlock()
+	return ruleset.Apply(ctx, l.pod.Path(), rules, l.flavour.Backend, nil)
+}
+
 // install installs rules in place of those that are there, whatever is left of them.
 func (l *lab) install(rules ruleset.Ruleset) {
 	l.t.Helper()
-	in, err := ruleset.Apply(context.Background(), l.pod.Path(), rules, l.flavour.Backend, l.installed)
+	in, err := l.apply(context.Background(), rules)
 	if err != nil {
 		l.t.Fatalf("installing rules: %v", err)
 	}
@@ -62,6 +84,44 @@ func (l *lab) install(rules ruleset.Ruleset) {
 		l.t.Fatalf("installed with %s and wall %q, want %s and a full wall", in.Backend, in.Wall, l.flavour.Name)
 	}
 	l.installed = &in
+}
+
+// echoPort is where the world echoes.
+const echoPort = 7000
+
+func (l *lab) openGates() {
+	l.t.Helper()
+	l.gates = nil
+	for _, port := range []int{15001, 15006} {
+		l.gates = append(l.gates, l.pod.Serve(":"+strconv.Itoa(port), func(c net.Conn) { l.serve(c.(*net.TCPConn), port) }))
+	}
+}
+
+func (l *lab) closeGates() {
+	for _, g := range l.gates {
+		_ = g.Close() // opened again later
+	}
+}
+
+// heldConn is a captured connection that lasts until release is closed.
+type heldConn struct {
+	net.Conn
+	release chan struct{}
+}
+
+// serve serves a captured connection: with the name of the gate, or as the test does.
+func (l *lab) serve(c *net.TCPConn, gate int) {
+	to, err := conntrack.OriginalDestination(c)
+	if err != nil || to.Port() != 443 {
+		fmt.Fprintf(c, "gate %d", gate)
+		return
+	}
+	h := heldConn{c, make(chan struct{})}
+	select {
+	case l.held[to.Addr().Is6()] <- h:
+		<-h.release
+	case <-time.After(patience):
+	}
 }
 
 // escapes returns the frames that left the pod since the last call and must not have left.

@@ -1,0 +1,357 @@
+package escape
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"text/tabwriter"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
+)
+
+// mutant is one change of the rules in the kernel.
+type mutant struct {
+	name  string
+	apply func(*lab) error
+}
+
+// quiet is how long a test waits for traffic that must not come.
+const quiet = 150 * time.Millisecond
+
+// patience is how long a test waits for traffic that must come.
+const patience = 1500 * time.Millisecond
+
+// TestMutants takes away every rule, one by one, and swaps every two neighbours, and tests that each such change is
+// noticed: a packet escapes, allowed traffic does not pass, or captured traffic is not served. A change that has none of
+// these effects must at least be named by CHECK, and is listed with the reason for the rule in unnoticed.
+func TestMutants(t *testing.T) {
+	t.Parallel()
+	flavours := testbed.Flavours
+	if *duration == 0 {
+		flavours = flavours[len(flavours)-1:] // one of them suffices for every change of the sources
+	}
+	for _, f := range flavours {
+		for name, set := range map[string]func() (ruleset.Ruleset, settings){"default": defaults, "selective": selective} {
+			t.Run(f.Name+"/"+name, func(t *testing.T) {
+				t.Parallel()
+				rules, s := set()
+				testMutants(t, f, rules, s)
+			})
+		}
+	}
+}
+
+// selective are rules that use every list, and their settings.
+func selective() (ruleset.Ruleset, settings) {
+	rules, s := defaults()
+	s.includePorts, s.excludePorts = []ports{{80, 80}, {443, 443}, {7000, 7999}}, []ports{{freePort, freePort}}
+	s.includeCIDRs = prefixes("198.51.0.0/16", "2001:db8::/32")
+	for _, p := range s.includePorts {
+		rules.IncludePorts = append(rules.IncludePorts, ruleset.PortRange{First: p.first, Last: p.last})
+	}
+	rules.ExcludePorts = []ruleset.PortRange{{First: freePort, Last: freePort}}
+	rules.IncludeCIDRs = s.includeCIDRs
+	rules.Other = ruleset.OtherDNS
+	rules.Resolvers = []netip.Addr{netip.MustParseAddr(testbed.WorldIPv4), netip.MustParseAddr(testbed.WorldIPv6)}
+	return rules, s
+}
+
+// outcome is what noticed a mutant.
+type outcome struct{ mutant, escape, traffic, check string }
+
+func testMutants(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) {
+	t.Helper()
+	const labs = 3
+	jobs := make(chan mutant)
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	var outcomes []outcome
+	var all []mutant
+	var workers []*lab
+	for range labs {
+		workers = append(workers, newLab(t, f, rules, s))
+	}
+	for i, l := range workers {
+		if o := l.notice(mutant{name: "no change", apply: func(*lab) error { return nil }}); o != (outcome{mutant: o.mutant}) {
+			t.Fatalf("without a change: %+v", o)
+		}
+		if i == 0 {
+			all = l.mutants()
+		}
+	}
+	for _, l := range workers {
+		wg.Go(func() {
+			for m := range jobs {
+				o := l.notice(m)
+				mu.Lock()
+				outcomes = append(outcomes, o)
+				mu.Unlock()
+			}
+		})
+	}
+	for _, m := range all {
+		jobs <- m
+	}
+	close(jobs)
+	wg.Wait()
+	slices.SortFunc(outcomes, func(a, b outcome) int { return strings.Compare(a.mutant, b.mutant) })
+	report(t, outcomes)
+}
+
+// report prints the table of mutants, and fails the test for those that were not noticed.
+func report(t *testing.T, outcomes []outcome) {
+	t.Helper()
+	var b strings.Builder
+	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
+	for _, o := range outcomes {
+		noticed := o.escape
+		if noticed == "" {
+			noticed = o.traffic
+		}
+		if noticed == "" && o.check != "" {
+			noticed = "CHECK only"
+			if reason := unnoticed(o.mutant); reason == "" {
+				t.Errorf("only CHECK notices: %s", o.mutant)
+			}
+		}
+		if noticed == "" {
+			t.Errorf("nothing notices: %s", o.mutant)
+		} else if o.check == "" {
+			t.Errorf("CHECK does not notice: %s", o.mutant)
+		}
+		fmt.Fprintf(w, "%s\t%s\n", o.mutant, noticed)
+	}
+	_ = w.Flush() // to memory
+	t.Logf("%d mutants\n%s", len(outcomes), b.String())
+}
+
+// notice changes the rules, finds out what notices it, and puts the rules back.
+func (l *lab) notice(m mutant) outcome {
+	l.t.Helper()
+	o := outcome{mutant: m.name}
+	if err := m.apply(l); err != nil {
+		l.t.Errorf("%s: %v", m.name, err)
+		return o
+	}
+	drift, err := l.installed.Check(context.Background(), l.pod.Path())
+	if err != nil {
+		l.t.Errorf("%s: CHECK: %v", m.name, err)
+	}
+	if len(drift) > 0 {
+		o.check = drift[0]
+	}
+	if o.escape = l.escape(); o.escape == "" {
+		o.traffic = l.traffic()
+	}
+	l.forget()
+	l.install(l.rules)
+	l.escapes()
+	return o
+}
+
+// escape tries all ways out, and returns the first that leads out.
+func (l *lab) escape() string {
+	l.t.Helper()
+	for _, a := range attempts {
+		a.try(l)
+		if len(l.escapes()) > 0 {
+			return "escape: " + a.name
+		}
+	}
+	return ""
+}
+
+// traffic returns a probe that fails.
+func (l *lab) traffic() string {
+	l.t.Helper()
+	for name, frame := range plainFrames(l.scene) {
+		if l.rules.Other == ruleset.OtherDNS && name == "UDP frame" {
+			continue
+		}
+		before := l.tap.seen(frame)
+		l.ways["packet"].mark(0)
+		l.ways["packet"].send(frame, unix.ETH_P_ALL)
+		if l.escapes(); l.tap.seen(frame) == before {
+			return name + " does not leave"
+		}
+	}
+	if failed := first(l.probes()); failed != "" {
+		return failed
+	}
+	if failed := first([]probe{l.forgotten()}); failed != "" {
+		return failed
+	}
+	l.closeGates()
+	failed := first(l.waits())
+	l.openGates()
+	if failed != "" {
+		return failed
+	}
+	return first([]probe{l.goesOn()})
+}
+
+// first names a probe that fails.
+func first(probes []probe) string {
+	failed := check(patience, probes)
+	if len(failed) == 0 {
+		return ""
+	}
+	name := slices.Sorted(maps.Keys(failed))[0]
+	return fmt.Sprintf("%s: %v (%d of %d probes)", name, failed[name], len(failed), len(probes))
+}
+
+// probes are those of the rules.
+func (l *lab) probes() []probe {
+	all := append(l.quic(), l.inboundCaptured()...)
+	dns := l.rules.Other == ruleset.OtherDNS
+	for _, p := range l.passing() {
+		if !dns || !strings.HasPrefix(p.name, "UDP") {
+			all = append(all, p)
+		}
+	}
+	for _, f := range l.families() {
+		all = append(all,
+			reads("captured "+f.name, l.pod.Host, at(f.world, webPort), "gate 15001"),
+			reads("captured, nested "+f.name, l.nested, at(f.world, webPort), "gate 15001"),
+			probe{"captured, bound to eth0 " + f.name, func(ctx context.Context) error {
+				got, err := dialWith(ctx, l.pod.Host, at(f.world, webPort), func(fd int) error {
+					return unix.BindToDevice(fd, "eth0")
+				})
+				if err == nil && got != "gate 15001" {
+					err = fmt.Errorf("got %q", got)
+				}
+				return err
+			}},
+			closed("the gate is no way in, pod "+f.name, l.pod.Host, at(f.pod, 15001)),
+			closed("the gate is no way in, nested "+f.name, l.nested, at(f.bridge, 15001)),
+			closed("the gate is no way in, world "+f.name, l.n.World, at(f.pod, 15001)),
+			closed("the inbound gate is no way in, pod "+f.name, l.pod.Host, at(f.pod, 15006)),
+			closed("the inbound gate is no way in, world "+f.name, l.n.World, at(f.pod, 15006)),
+		)
+		if dns {
+			all = append(all,
+				reads("port that is not captured "+f.name, l.pod.Host, at(f.world, freePort), f.pod),
+				echoes("DNS "+f.name, l.pod.Host, "udp", at(f.world, 53)),
+				refused("UDP "+f.name, l.pod.Host, at(f.world, udpPort)),
+				refused("UDP, nested "+f.name, l.nested, at(f.world, udpPort)),
+				echoes("UDP from outside "+f.name, l.n.World, "udp", at(f.pod, udpPort)),
+			)
+		}
+	}
+	return all
+}
+
+// inboundCaptured are the probes of connections from outside to a captured port.
+func (l *lab) inboundCaptured() []probe {
+	var all []probe
+	for _, f := range l.families() {
+		all = append(all,
+			reads("inbound "+f.name, l.n.World, at(f.pod, podPort), "gate 15006"),
+			echoes("inbound from the node "+f.name, l.n.Host, "tcp", at(f.pod, podPort)),
+		)
+	}
+	return all
+}
+
+// closed is a probe of an address that nothing answers at, not even with a refusal.
+func closed(name string, h *testbed.Host, address string) probe {
+	return probe{name, func(ctx context.Context) error {
+		ctx, cancel := context.WithTimeout(ctx, quiet)
+		defer cancel()
+		c, err := h.Dial(ctx, "tcp", address)
+		if err == nil {
+			_ = c.Close() // nothing is asked of it
+		}
+		if timeout := net.Error(nil); !errors.As(err, &timeout) || !timeout.Timeout() {
+			return fmt.Errorf("%s answers: %w", address, err)
+		}
+		return nil
+	}}
+}
+
+// forgotten is a probe of captured connections whose entries conntrack has lost, and whose server speaks first then.
+func (l *lab) forgotten() probe {
+	return probe{"captured, forgotten by conntrack", func(ctx context.Context) error {
+		var clients []net.Conn
+		for _, f := range l.families() {
+			c, err := l.pod.Dial(ctx, "tcp", at(f.world, 443))
+			if err != nil {
+				return err
+			}
+			defer c.Close() //nolint:errcheck // all has been read
+			clients = append(clients, c)
+		}
+		var servers []heldConn
+		for _, held := range l.held {
+			select {
+			case h := <-held:
+				defer close(h.release)
+				servers = append(servers, h)
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+		l.forget()
+		for _, s := range servers { // the segment is dropped, and sent again
+			if _, err := io.WriteString(s, "data"); err != nil {
+				return err
+			}
+		}
+		for _, c := range clients {
+			if err := echo(ctx, c); err != nil {
+				return err
+			}
+		}
+		return nil
+	}}
+}
+
+// goesOn is a probe of connections to excluded destinations that the next rules capture. It replaces the rules.
+func (l *lab) goesOn() probe {
+	return probe{"goes on when the rules change", func(ctx context.Context) error {
+		var open []net.Conn
+		for _, f := range l.families() {
+			c, err := l.pod.Dial(ctx, "tcp", at(f.excluded, echoPort))
+			if err != nil {
+				return err
+			}
+			defer c.Close() //nolint:errcheck // all has been read
+			open = append(open, c)
+		}
+		next := l.rules
+		next.ExcludeCIDRs = next.ExcludeCIDRs[:2]
+		if _, err := l.apply(ctx, next); err != nil {
+			return err
+		}
+		for _, c := range open {
+			if err := echo(ctx, c); err != nil {
+				return err
+			}
+		}
+		return nil
+	}}
+}
+
+// waits are the probes of connections that wait because nothing listens at the gate.
+func (l *lab) waits() []probe {
+	var all []probe
+	for _, f := range l.families() {
+		all = append(all, closed("waits without a listener "+f.name, l.pod.Host, at(f.world, webPort)))
+	}
+	return all
+}
+
+// unnoticed says why no traffic notices the loss or the swap of a rule.
+func unnoticed(string) string { return "" }
