@@ -78,6 +78,9 @@ func echo(ctx context.Context, c net.Conn) error {
 	}
 	got := make([]byte, 4)
 	_, err := io.ReadFull(c, got)
+	if err == nil && string(got) != "echo" {
+		err = fmt.Errorf("got %q", got)
+	}
 	return err
 }
 
@@ -151,7 +154,7 @@ func (s *scene) quic() []probe {
 	return all
 }
 
-// plainFrames sends frames that a packet socket may send, and returns their name and a test for each.
+// plainFrames are frames that a packet socket may send, by their names.
 func plainFrames(s *scene) map[string][]byte {
 	ethernet := func(etherType uint16) []byte {
 		b := append(append([]byte{}, s.macs[2]...), s.macs[1]...)
@@ -164,18 +167,18 @@ func plainFrames(s *scene) map[string][]byte {
 	arp = append(arp, 10, 88, 0, 1)
 	tagged := append([]byte{}, arp[:12]...)
 	tagged = append(append(tagged, 0x81, 0, 0x60, 0), arp[12:]...)
-	datagram := func(src, dst string, sport, dport uint16) []byte {
-		b := []byte{0x45, 0, 0, 36, 0, 1, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}
-		b = append(append(b, netip.MustParseAddr(src).AsSlice()...), netip.MustParseAddr(dst).AsSlice()...)
-		binary.BigEndian.PutUint16(b[10:], ^foldSum(b))
-		b = binary.BigEndian.AppendUint16(b, sport)
-		b = binary.BigEndian.AppendUint16(b, dport)
-		return append(b, 0, 16, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8)
+	all := map[string][]byte{"ARP": arp, "ARP with priority": tagged}
+	data := make([]byte, 16)
+	for _, f := range s.families() {
+		pod, world := netip.MustParseAddr(f.pod), netip.MustParseAddr(f.world)
+		icmp := map[bool]byte{false: unix.IPPROTO_ICMP, true: unix.IPPROTO_ICMPV6}[pod.Is6()]
+		udp := datagram(netip.AddrPortFrom(pod, 999), netip.AddrPortFrom(world, udpPort))
+		for name, p := range map[string][]byte{"ICMP": ip(pod, world, icmp, data), "UDP": udp} {
+			all[name+" frame "+f.name] = s.ethernet(p)
+			all[name+" frame with priority "+f.name] = s.ethernet(p, 0x81, 0, 0x60, 0)
+		}
 	}
-	return map[string][]byte{
-		"ARP":               arp,
-		"ARP with priority": tagged,
-		"DHCP":              append(ethernet(unix.ETH_P_IP), datagram("0.0.0.0", "255.255.255.255", 68, 67)...),
-		"UDP frame":         append(ethernet(unix.ETH_P_IP), datagram(s.pod.IPv4, testbed.WorldIPv4, 999, udpPort)...),
-	}
+	dhcp := datagram(netip.MustParseAddrPort("0.0.0.0:68"), netip.MustParseAddrPort("255.255.255.255:67"))
+	all["DHCP"], all["DHCP with priority"] = s.ethernet(dhcp), s.ethernet(dhcp, 0x81, 0, 0x60, 0)
+	return all
 }

@@ -203,14 +203,27 @@ var attempts = []attempt{
 	}},
 	{"connections on the ports of one from outside", func(l *lab) {
 		for _, f := range l.flows() {
-			outside := way{kind: frames, fd: l.outer.fd, index: l.outer.index}
-			p := segmentOf(f.captured, f.pod, syn)
+			pod := netip.AddrPortFrom(f.pod.Addr(), 20003)
+			p := segmentOf(f.captured, pod, syn)
 			frame := l.ethernet(p)
 			copy(frame, l.macs[1])
 			copy(frame[6:], l.macs[0])
-			outside.send(frame, unix.ETH_P_ALL)
-			p = segmentOf(f.pod, f.captured, syn)
+			l.outer.send(frame, unix.ETH_P_ALL)
+			p = segmentOf(pod, f.captured, syn)
 			l.via(raw(p, ""), 0, p)
+		}
+	}},
+	{"segments of an entry that lo has made", func(l *lab) {
+		for _, f := range l.flows() {
+			for _, flags := range []byte{ack, syn, ack} {
+				p := segmentOf(f.pod, f.captured, flags)
+				l.via(raw(p, ""), 0, p)
+				p = segmentOf(netip.AddrPortFrom(f.pod.Addr(), 20002), f.captured, flags)
+				l.via("packet on lo", 0, p)
+				l.via(raw(p, " bound to lo"), 0, p)
+				l.via(raw(p, " bound to eth0"), 0, p)
+				l.via(raw(p, " bound to eth0"), 0, p)
+			}
 		}
 	}},
 	{"segments of connections that conntrack forgets", func(l *lab) {
@@ -303,11 +316,14 @@ func (l *lab) forget() {
 
 // defaults are the rules of a pod without annotations, and their settings.
 func defaults() (ruleset.Ruleset, settings) {
-	s := always()
-	s.inbound = []ports{{podPort, podPort}}
+	s := settings{
+		quic: "reject", excludeCIDRs: prefixes(excludedIPv4+"/32", excludedIPv6+"/128"),
+		inbound: []ports{{podPort, heldInbound}},
+	}
 	return ruleset.Ruleset{
 		Interfaces: []string{"eth0"}, ExcludeCIDRs: s.excludeCIDRs, RejectQUIC: true,
-		InboundPorts: []ruleset.PortRange{{First: podPort, Last: podPort}}, ExcludeSources: prefixes("10.88.0.1/32", "fd00:88::1/128"),
+		InboundPorts:   []ruleset.PortRange{{First: podPort, Last: heldInbound}},
+		ExcludeSources: prefixes("10.88.0.1/32", "fd00:88::1/128"),
 	}, s
 }
 

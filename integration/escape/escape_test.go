@@ -2,7 +2,6 @@ package escape
 
 import (
 	"flag"
-	"fmt"
 	"math/rand/v2"
 	"net/netip"
 	"runtime"
@@ -22,7 +21,8 @@ var (
 	seed     = flag.Uint64("escape.seed", uint64(time.Now().UnixNano()), "the seed of everything random")
 	only     = flag.Uint64("escape.step", 0, "repeat this step of the seed and no other, after the same settings")
 	count    = flag.Int("escape.packets", 1_000_000, "the packets to send, over all flavours")
-	duration = flag.Duration("escape.duration", 0, "send for this time instead, and take all rules away, of all flavours")
+	duration = flag.Duration("escape.duration", 0, "send for this time instead")
+	every    = flag.Bool("escape.every", false, "change the rules of every flavour and of more settings")
 )
 
 // stepSize is the number of packets that are sent in a step at least.
@@ -137,7 +137,9 @@ func (a *attack) step(step uint64) {
 // settle waits until the tap has seen all frames that were sent before.
 func (a *attack) settle(step uint64) {
 	a.t.Helper()
-	a.tap.settle(a.t, a.ways[0], a.macs, step)
+	if !a.tap.settle(a.ways[0], a.macs, step, time.Minute) {
+		a.t.Fatalf("step %d: the tap does not see a marker", step)
+	}
 }
 
 // change changes one thing, or nothing.
@@ -406,5 +408,3 @@ func sockaddr(ip string, port int) (family int, s unix.Sockaddr) {
 	}
 	return unix.AF_INET6, &unix.SockaddrInet6{Addr: a.As16(), Port: port}
 }
-
-var _ = fmt.Sprint

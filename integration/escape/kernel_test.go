@@ -63,12 +63,20 @@ func mutantsOf(rules []*nftables.Rule) []mutant {
 		}
 		all = append(all, mutant{fmt.Sprintf("%s %02d: %q after %q", where, i+1, why(r), why(rules[i+1])), func(l *lab) error {
 			return l.changeRules(func(now []rawRule) [][]byte {
-				at := find(now, r, i)
-				return [][]byte{now[at].message(nftDelete, 0), now[at].message(nftAdd, now[at+1].handle)}
+				first, second := now[find(now, r, i)], now[find(now, r, i)+1]
+				if learns(r) { // the kernel does not take back what it says about such a rule
+					return [][]byte{second.message(nftDelete, 0), second.message(nftInsert, first.handle)}
+				}
+				return [][]byte{first.message(nftDelete, 0), first.message(nftAdd, second.handle)}
 			})
 		}})
 	}
 	return all
+}
+
+// learns reports whether r adds to a set.
+func learns(r *nftables.Rule) bool {
+	return slices.ContainsFunc(r.Exprs, func(e expr.Any) bool { _, is := e.(*expr.Dynset); return is })
 }
 
 // find returns the index of the i-th rule of r's chain.
@@ -110,9 +118,11 @@ type rawRule struct {
 
 // Messages and attributes of nftables (linux/netfilter/nf_tables.h).
 const (
-	nftAdd, nftList, nftDelete                            = 6, 7, 8
-	ruleTable, ruleChain, ruleHandle, rulePosition        = 1, 2, 3, 6
-	nfSubsystem, batchBegin, batchEnd              uint16 = unix.NFNL_SUBSYS_NFTABLES, 0x10, 0x11
+	nftAdd, nftList, nftDelete                     = 6, 7, 8
+	nftInsert                                      = 0 // stands for an add before another rule
+	ruleTable, ruleChain, ruleHandle, rulePosition = 1, 2, 3, 6
+
+	nfSubsystem, batchBegin, batchEnd = unix.NFNL_SUBSYS_NFTABLES, 0x10, 0x11
 )
 
 // changeRules sends messages that depend on the rules, as one transaction in the pod's netns.
@@ -150,7 +160,7 @@ func netlinkMessage(kind uint16, flags uint16, family byte, resource uint16, att
 	return append(binary.BigEndian.AppendUint16(b, resource), attributes...)
 }
 
-// message deletes r, or adds a copy of it after the rule with the handle position.
+// message deletes r, or adds a copy of it after the rule with the handle position, or before it.
 func (r rawRule) message(kind uint16, position uint64) []byte {
 	b := attribute(nil, ruleTable, append([]byte(r.table), 0))
 	b = attribute(b, ruleChain, append([]byte(r.chain), 0))
@@ -160,7 +170,11 @@ func (r rawRule) message(kind uint16, position uint64) []byte {
 	} else {
 		b = append(b, r.attributes...)
 		b = attribute(b, rulePosition, binary.BigEndian.AppendUint64(nil, position))
-		flags = unix.NLM_F_CREATE | unix.NLM_F_APPEND
+		flags = unix.NLM_F_CREATE
+		if kind == nftAdd {
+			flags |= unix.NLM_F_APPEND
+		}
+		kind = nftAdd
 	}
 	return netlinkMessage(nfSubsystem<<8|kind, flags, r.family, 0, b)
 }

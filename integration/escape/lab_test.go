@@ -25,16 +25,22 @@ type lab struct {
 	installed *ruleset.Installed
 	ways      map[string]way
 	gates     []net.Listener
-	held      map[bool]chan heldConn // captured connections to port 443: the test is their server; by Is6
-	outer     way                    // from outside, to the pod
-	number    uint64                 // of the last marker
+	held      map[heldBy]chan heldConn // captured connections that the test serves
+	second    *testbed.Host            // a nested container behind another bridge
+	outer     way                      // from outside, to the pod
+	number    uint64                   // of the last marker
 }
 
 // newLab makes a lab in which rules are installed.
 func newLab(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) *lab {
 	t.Helper()
 	l := &lab{scene: newScene(t, f), rules: rules, ways: map[string]way{},
-		held: map[bool]chan heldConn{false: make(chan heldConn), true: make(chan heldConn)}}
+		held: map[heldBy]chan heldConn{}}
+	for _, v6 := range []bool{false, true} {
+		for _, gate := range []int{15001, 15006} {
+			l.held[heldBy{v6, gate}] = make(chan heldConn)
+		}
+	}
 	l.current = s
 	pod := l.n.NewPod("lab").InNamespace("kube-system") // not captured by the plugin
 	if err := pod.Add(); err != nil {
@@ -43,9 +49,20 @@ func newLab(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) 
 	t.Cleanup(func() { _ = pod.Del() })
 	f.Prepare(pod)
 	l.furnish(pod)
+	l.addSecondNested()
+	for _, h := range []*testbed.Host{pod.Host, l.nested} {
+		for _, f := range l.families() {
+			serveUDP(t, h, at(map[*testbed.Host]string{pod.Host: f.pod, l.nested: f.nested}[h], 443))
+		}
+	}
+	// The kernel limits the rate of the ICMP errors that a probe waits for.
+	pod.Exec("sysctl", "-qw", "net.ipv4.icmp_ratelimit=0", "net.ipv6.icmp.ratelimit=0")
 	l.openGates()
 	for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
 		serveUDP(t, l.n.World, at(ip, 53))
+	}
+	for _, ip := range []string{excludedIPv4, excludedIPv6} {
+		serveUDP(t, l.n.World, at(ip, 443))
 	}
 	for _, ip := range []string{pod.IPv4, pod.IPv6} {
 		serveUDP(t, pod.Host, at(ip, udpPort))
@@ -103,6 +120,15 @@ func (l *lab) closeGates() {
 	}
 }
 
+// heldPort of the world and heldInbound of the pod are the ports of captured connections that the test serves.
+const heldPort, heldInbound = 443, podPort + 1
+
+// heldBy is the family of a connection, and its gate.
+type heldBy struct {
+	v6   bool
+	gate int
+}
+
 // heldConn is a captured connection that lasts until release is closed.
 type heldConn struct {
 	net.Conn
@@ -112,24 +138,50 @@ type heldConn struct {
 // serve serves a captured connection: with the name of the gate, or as the test does.
 func (l *lab) serve(c *net.TCPConn, gate int) {
 	to, err := conntrack.OriginalDestination(c)
-	if err != nil || to.Port() != 443 {
+	if err != nil || to.Port() != heldPort && to.Port() != heldInbound {
 		fmt.Fprintf(c, "gate %d", gate)
 		return
 	}
 	h := heldConn{c, make(chan struct{})}
 	select {
-	case l.held[to.Addr().Is6()] <- h:
+	case l.held[heldBy{to.Addr().Is6(), gate}] <- h:
 		<-h.release
 	case <-time.After(patience):
 	}
 }
 
+// settle waits until the tap has seen all frames that were sent before. It returns false if they cannot leave.
+func (l *lab) settle() bool {
+	l.number++
+	return l.tap.settle(l.ways["packet"], l.macs, l.number, patience)
+}
+
 // escapes returns the frames that left the pod since the last call and must not have left.
 func (l *lab) escapes() []string {
-	l.t.Helper()
-	l.number++
-	l.tap.settle(l.t, l.ways["packet"], l.macs, l.number)
+	l.settle()
 	return l.tap.breaches()
+}
+
+// addSecondNested adds a container behind a bridge of its own.
+func (l *lab) addSecondNested() {
+	l.t.Helper()
+	c := testbed.NewHost(l.t, "second-nested")
+	l.pod.IP("link", "add", "br1", "type", "bridge")
+	l.pod.IP("addr", "add", "172.31.0.1/24", "dev", "br1")
+	l.pod.IP("addr", "add", "fd00:31::1/64", "dev", "br1", "nodad")
+	l.pod.IP("link", "set", "br1", "up")
+	l.pod.IP("link", "add", "v1", "type", "veth", "peer", "name", "eth0", "netns", c.Name)
+	l.pod.IP("link", "set", "v1", "master", "br1", "up")
+	c.IP("addr", "add", "172.31.0.2/24", "dev", "eth0")
+	c.IP("addr", "add", "fd00:31::2/64", "dev", "eth0", "nodad")
+	c.IP("link", "set", "eth0", "up")
+	c.IP("route", "add", "default", "via", "172.31.0.1")
+	c.IP("-6", "route", "add", "default", "via", "fd00:31::1")
+	c.Serve(":"+strconv.Itoa(podPort), func(c net.Conn) { _, _ = io.Copy(c, c) }) // the client notices an error
+	for _, ip := range []string{"172.31.0.2", "fd00:31::2"} {
+		serveUDP(l.t, c, at(ip, 443))
+	}
+	l.second = c
 }
 
 // dialWith connects from h with options of the socket, and reads to the end.

@@ -41,6 +41,11 @@ type segment struct {
 	numbers string
 }
 
+// forget makes m forget all connections.
+func (m *model) forget() {
+	m.fromOutside, m.letOut, m.arrived = map[connection]bool{}, map[connection]bool{}, map[segment]bool{}
+}
+
 // arrive notes a packet that goes to the pod.
 func (m *model) arrive(p packet) {
 	if p.proto == unix.IPPROTO_TCP && p.hasPorts {

@@ -154,7 +154,7 @@ func randomSettings(r *rand.Rand) settings {
 // annotations are those of a pod with these settings.
 func (s settings) annotations() map[string]string {
 	a := map[string]string{
-		"sluice.dev/quic": s.quic, "sluice.dev/exclude-outbound-cidrs": list(s.excludeCIDRs[2:]),
+		"sluice.dev/quic": s.quic, "sluice.dev/exclude-outbound-cidrs": list(s.excludeCIDRs),
 		"sluice.dev/exclude-outbound-ports": list(s.excludePorts), "sluice.dev/include-outbound-ports": list(s.includePorts),
 		"sluice.dev/include-outbound-cidrs": list(s.includeCIDRs), "sluice.dev/capture-inbound-ports": list(s.inbound),
 	}

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -43,13 +44,11 @@ const (
 func startTap(t *testing.T, node *testbed.Host, index int, first settings) *tap {
 	t.Helper()
 	tp := &tap{
-		fd: -1,
-		model: model{
-			settings: []settings{first}, fromOutside: map[connection]bool{}, letOut: map[connection]bool{},
-			arrived: map[segment]bool{},
-		},
-		left: map[string]int{},
+		fd:    -1,
+		model: model{settings: []settings{first}},
+		left:  map[string]int{},
 	}
+	tp.forget()
 	err := node.Do(func() (err error) {
 		tp.fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
 		return err
@@ -161,6 +160,13 @@ func (tp *tap) change(s ...settings) {
 	tp.model.settings = s
 }
 
+// forget makes the tap forget all connections: the answers to frames that must not have left make later ones legal.
+func (tp *tap) forget() {
+	tp.mu.Lock()
+	defer tp.mu.Unlock()
+	tp.model.forget()
+}
+
 // breaches returns the frames that must not have left, and forgets them.
 func (tp *tap) breaches() []string {
 	tp.mu.Lock()
@@ -181,16 +187,19 @@ func (tp *tap) lost() (uint32, error) {
 
 func htons(v uint16) uint16 { return v<<8 | v>>8 }
 
-// settle sends a marker by w, a packet socket, and waits until the tap has seen it.
-func (tp *tap) settle(t *testing.T, w way, macs [][]byte, number uint64) {
-	t.Helper()
+// settle sends a marker by w, a packet socket, and waits until the tap has seen it. It returns false if the tap does not.
+func (tp *tap) settle(w way, macs [][]byte, number uint64, timeout time.Duration) bool {
 	marker := append(append([]byte{}, macs[0]...), macs[1]...)
 	marker = binary.BigEndian.AppendUint16(marker, etherMarker)
 	marker = binary.BigEndian.AppendUint64(marker, number)
-	testbed.Eventually(t, "the tap sees a marker", func() bool {
+	w.mark(0)
+	for deadline := time.Now().Add(timeout); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 		w.send(marker, etherMarker) // the queue may be full
-		return tp.markers.Load() == number
-	})
+		if tp.markers.Load() == number {
+			return true
+		}
+	}
+	return false
 }
 
 // seen returns how often the pod has sent exactly this frame, once the caller has asked for it.

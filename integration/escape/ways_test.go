@@ -50,6 +50,7 @@ var ways = []wayConfig{
 	{name: "raw IPv4 bound to eth0", kind: packetsIPv4, device: "eth0"},
 	{name: "raw IPv4 bound to lo", kind: packetsIPv4, device: "lo"},
 	{name: "raw IPv6", kind: packetsIPv6},
+	{name: "raw IPv6 bound to lo", kind: packetsIPv6, device: "lo"},
 	{name: "raw IPv6 bound to eth0", kind: packetsIPv6, device: "eth0"},
 }
 
