@@ -55,7 +55,7 @@ func ipv4(src, dst netip.Addr, proto byte, options []byte, fragment uint16, data
 func tcp(src, dst netip.AddrPort, flags byte) []byte {
 	b := binary.BigEndian.AppendUint16(nil, src.Port())
 	b = binary.BigEndian.AppendUint16(b, dst.Port())
-	b = append(b, 0, 0, 0, 1, 0, 0, 0, 1, 5<<4, flags, 0xff, 0xff, 0, 0, 0, 0)
+	b = append(append(b, b...), 0, 0, 0, 1, 5<<4, flags, 0xff, 0xff, 0, 0, 0, 0) // its numbers tell a segment from others
 	binary.BigEndian.PutUint16(b[16:], tcpChecksum(src.Addr(), dst.Addr(), b))
 	return b
 }
@@ -106,6 +106,9 @@ func (l *lab) via(name string, mark uint32, packet []byte) {
 	}
 	if w.kind == frames {
 		packet = l.ethernet(packet)
+	}
+	if name == "packet on lo" { // its address; frames to another are for another host
+		copy(packet, make([]byte, 12))
 	}
 	w.send(packet, etherType)
 }
@@ -201,6 +204,16 @@ var attempts = []attempt{
 			}
 		}
 	}},
+	{"connections that a segment on lo has begun", func(l *lab) {
+		for _, f := range l.flows() {
+			pod := netip.AddrPortFrom(f.pod.Addr(), 20004)
+			l.via("packet on lo", 0, segmentOf(f.captured, pod, syn))
+			for _, flags := range []byte{syn | ack, syn | ack, ack, ack} {
+				p := segmentOf(pod, f.captured, flags)
+				l.via(raw(p, ""), 0, p)
+			}
+		}
+	}},
 	{"connections on the ports of one from outside", func(l *lab) {
 		for _, f := range l.flows() {
 			pod := netip.AddrPortFrom(f.pod.Addr(), 20003)
@@ -291,7 +304,9 @@ var holes = []attempt{
 		got, err := dialWith(testbed.Context(l.t), c, at(testbed.WorldIPv4, webPort), func(fd int) error {
 			return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, 1<<30)
 		})
-		l.t.Log("XXX macvlan connect:", got, err)
+		if err != nil || got != "10.88.77.2" {
+			l.t.Errorf("connecting around the proxy: got %q, %v", got, err)
+		}
 	}},
 	{"the other direction of a connection to an excluded address, whose source is forged", func(l *lab) {
 		f := l.flows()[0]
@@ -342,11 +357,11 @@ func TestWaysOut(t *testing.T) {
 				}
 			}
 			for _, a := range holes {
+				l.forget()
+				l.tap.forget()
 				a.try(l)
-				if found := l.escapes(); len(found) == 0 {
+				if len(l.escapes()) == 0 {
 					t.Errorf("%s: stopped; move it to attempts", a.name)
-				} else {
-					t.Log(a.name, found)
 				}
 			}
 		})

@@ -55,17 +55,9 @@ func newLab(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) 
 			serveUDP(t, h, at(map[*testbed.Host]string{pod.Host: f.pod, l.nested: f.nested}[h], 443))
 		}
 	}
-	// The kernel limits the rate of the ICMP errors that a probe waits for.
-	pod.Exec("sysctl", "-qw", "net.ipv4.icmp_ratelimit=0", "net.ipv6.icmp.ratelimit=0")
 	l.openGates()
-	for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} {
-		serveUDP(t, l.n.World, at(ip, 53))
-	}
 	for _, ip := range []string{excludedIPv4, excludedIPv6} {
 		serveUDP(t, l.n.World, at(ip, 443))
-	}
-	for _, ip := range []string{pod.IPv4, pod.IPv6} {
-		serveUDP(t, pod.Host, at(ip, udpPort))
 	}
 	l.n.World.Serve(":"+strconv.Itoa(echoPort), func(c net.Conn) { _, _ = io.Copy(c, c) }) // the client notices an error
 	for _, w := range openWays(t, pod.Host, "", ways) {
@@ -87,7 +79,7 @@ var applying sync.Mutex
 func (l *lab) apply(ctx context.Context, rules ruleset.Ruleset) (ruleset.Installed, error) {
 	applying.Lock()
 	defer applying.Unlock()
-	return ruleset.Apply(ctx, l.pod.Path(), rules, l.flavour.Backend, nil)
+	return ruleset.Apply(ctx, l.pod.Path(), rules, l.flavour.Name, nil)
 }
 
 // install installs rules in place of those that are there, whatever is left of them.

@@ -31,13 +31,14 @@ type model struct {
 	// fromOutside has the connections that the outside has sent segments of; letOut has those that went to a
 	// destination that was not captured. They may go on when the settings change.
 	fromOutside, letOut map[connection]bool
-	// arrived has the segments that the outside has sent. The pod may send one back: it is the answer to a packet of a
-	// nested container, which had forged the address of its source.
+	// arrived has the segments that the outside has sent. The pod may send one on, with one end translated: it was
+	// addressed so, or it answers a packet of a nested container that had forged the address of its source.
 	arrived map[segment]bool
 }
 
+// segment is a segment by one of its ends, and its sequence numbers.
 type segment struct {
-	src     netip.AddrPort
+	end     netip.AddrPort
 	numbers string
 }
 
@@ -50,7 +51,7 @@ func (m *model) forget() {
 func (m *model) arrive(p packet) {
 	if p.proto == unix.IPPROTO_TCP && p.hasPorts {
 		m.fromOutside[connection{inside: p.dst, outside: p.src}] = true
-		m.arrived[segment{p.src, p.numbers}] = true
+		m.arrived[segment{p.src, p.numbers}], m.arrived[segment{p.dst, p.numbers}] = true, true
 	}
 }
 
@@ -79,7 +80,7 @@ func (m *model) mayLeaveWhole(p packet) bool {
 	case !captured:
 		m.letOut[c] = m.letOut[c] || p.hasPorts
 		return true
-	case m.letOut[c], m.arrived[segment{p.src, p.numbers}]:
+	case m.letOut[c], m.arrived[segment{p.src, p.numbers}], m.arrived[segment{p.dst, p.numbers}]:
 		return true
 	default:
 		return m.fromOutside[c] && !p.beginsConnection()

@@ -96,6 +96,8 @@ func (s *scene) furnish(pod *testbed.Pod) {
 	for _, h := range []*testbed.Host{pod.Host, s.nested} {
 		h.Serve(":"+strconv.Itoa(podPort), func(c net.Conn) { _, _ = io.Copy(c, c) }) // the client notices an error
 	}
+	// The kernel limits the rate of the ICMP errors that a probe waits for.
+	pod.Exec("sysctl", "-qw", "net.ipv4.icmp_ratelimit=0", "net.ipv6.icmp.ratelimit=0")
 	peer, mac := link(s.t, pod.Host, "eth0")
 	_, gateway := link(s.t, s.n.Host, "cni0")
 	_, bridge := link(s.t, pod.Host, "docker0")

@@ -130,15 +130,15 @@ func (tp *tap) see(header *unix.Tpacket2Hdr, slot []byte) {
 	}
 	p := parse(frame)
 	tp.left[p.kind()]++
-	if !tp.model.mayLeave(p) {
-		h := p.hole()
-		tp.left["HOLE "+h]++
-		if h != "" && tp.forgiving {
-			return
-		}
-		if len(tp.breach) < 10 {
-			tp.breach = append(tp.breach, fmt.Sprintf("%s %s to %s left the pod\n%s", p.kind(), p.src, p.dst, hex.Dump(frame)))
-		}
+	if tp.model.mayLeave(p) {
+		return
+	}
+	if hole := tp.model.hole(p); hole != "" && tp.forgiving {
+		tp.left["through a known hole: "+hole]++
+		return
+	}
+	if len(tp.breach) < 10 {
+		tp.breach = append(tp.breach, fmt.Sprintf("%s %s to %s left the pod\n%s", p.kind(), p.src, p.dst, hex.Dump(frame)))
 	}
 }
 
@@ -214,22 +214,23 @@ func (tp *tap) seen(frame []byte) int {
 	return n
 }
 
-func (p packet) hole() string {
+// hole names the known hole through which p has left, if there is one. Each name is that of an attempt in holes, or of
+// packets that no receiver takes for TCP: they are to be stopped all the same, since the rules cannot read them.
+func (m *model) hole(p packet) string {
 	switch {
 	case p.snap:
-		return "snap"
+		return "SNAP"
 	case p.ah:
-		return "ah"
+		return "AH"
 	case p.unknownHeader:
-		return "unknown header"
-	case p.cutShort:
-		return "cut short"
-	case p.later:
-		return "later"
+		return "mobility header, HIP or Shim6"
+	case p.cutShort, p.later, !p.hasPorts:
+		return "a fragment that the rules cannot read"
 	case p.final.IsValid():
 		return "source route"
-	case !p.hasPorts:
-		return "no ports"
+	case m.letOut[connection{inside: p.dst, outside: p.src}]:
+		return "the other direction of a connection to an excluded address"
+	default:
+		return ""
 	}
-	return ""
 }

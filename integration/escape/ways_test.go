@@ -35,7 +35,6 @@ type wayConfig struct {
 	name    string
 	kind    kindOf
 	device  string // of a packet socket; of a raw socket the device that it is bound to
-	address string // that a raw socket is bound to
 	options [][2]int
 }
 
@@ -133,7 +132,7 @@ func (w way) send(b []byte, etherType uint16) {
 	case frames, packetsLink:
 		to := (*unix.RawSockaddrLinklayer)(unsafe.Pointer(&address))
 		*to = unix.RawSockaddrLinklayer{
-			Family: unix.AF_PACKET, Protocol: htons(etherType), Ifindex: int32(w.index), Halen: 6, Addr: gatewayMAC(b),
+			Family: unix.AF_PACKET, Protocol: htons(etherType), Ifindex: int32(w.index), Halen: 6, Addr: [8]byte{255, 255, 255, 255, 255, 255},
 		}
 		size = unix.SizeofSockaddrLinklayer
 	case packetsIPv4:
@@ -157,9 +156,6 @@ func (w way) send(b []byte, etherType uint16) {
 	_, _, _ = unix.RawSyscall6(unix.SYS_SENDTO, uintptr(w.fd), uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)),
 		unix.MSG_DONTWAIT, uintptr(unsafe.Pointer(&address)), uintptr(size))
 }
-
-// gatewayMAC is the link-layer destination of a datagram packet socket: broadcast reaches the gateway too.
-func gatewayMAC([]byte) [8]byte { return [8]byte{255, 255, 255, 255, 255, 255} }
 
 // mark sets SO_MARK.
 func (w way) mark(m uint32) {
