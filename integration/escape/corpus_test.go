@@ -55,7 +55,8 @@ func ipv4(src, dst netip.Addr, proto byte, options []byte, fragment uint16, data
 func tcp(src, dst netip.AddrPort, flags byte) []byte {
 	b := binary.BigEndian.AppendUint16(nil, src.Port())
 	b = binary.BigEndian.AppendUint16(b, dst.Port())
-	b = append(append(b, b...), 0, 0, 0, 1, 5<<4, flags, 0xff, 0xff, 0, 0, 0, 0) // its numbers tell a segment from others
+	b = append(append(b, b...), 0, 0, 0, 1) // its numbers tell a segment from others
+	b = append(b, 5<<4, flags, 0xff, 0xff, 0, 0, 0, 0)
 	binary.BigEndian.PutUint16(b[16:], tcpChecksum(src.Addr(), dst.Addr(), b))
 	return b
 }
@@ -81,14 +82,14 @@ func (s *scene) ethernet(packet []byte, between ...byte) []byte {
 }
 
 // flow is a pair of ends.
-type flow struct{ pod, nested, captured, free, excluded netip.AddrPort }
+type flow struct{ pod, nested, captured, excluded netip.AddrPort }
 
 func (s *scene) flows() []flow {
 	var all []flow
 	for _, f := range s.families() {
 		end := func(ip string, port uint16) netip.AddrPort { return netip.AddrPortFrom(netip.MustParseAddr(ip), port) }
 		all = append(all, flow{
-			end(f.pod, 20000), end(f.nested, 20000), end(f.world, webPort), end(f.world, freePort), end(f.excluded, webPort),
+			end(f.pod, 20000), end(f.nested, 20000), end(f.world, webPort), end(f.excluded, webPort),
 		})
 	}
 	return all
@@ -146,7 +147,8 @@ var attempts = []attempt{
 	{"VLAN tags", func(l *lab) {
 		for _, f := range l.flows() {
 			for _, tags := range [][]byte{
-				{0x81, 0, 0, 0}, {0x81, 0, 0xe0, 0}, {0x81, 0, 0, 5}, {0x88, 0xa8, 0, 0}, {0x88, 0xa8, 0, 7}, {0x91, 0, 0, 0},
+				{0x81, 0, 0, 0}, {0x81, 0, 0xe0, 0}, {0x81, 0, 0, 5}, {0x88, 0xa8, 0, 0}, {0x88, 0xa8, 0, 7},
+				{0x91, 0, 0, 0},
 				{0x81, 0, 0, 0, 0x81, 0, 0, 0}, {0x88, 0xa8, 0, 1, 0x81, 0, 0, 2},
 			} {
 				for _, way := range []string{"packet", "packet, no qdisc"} {
@@ -160,7 +162,8 @@ var attempts = []attempt{
 	}},
 	{"options, extension headers and fragments of packet sockets", func(l *lab) {
 		for _, f := range l.flows() {
-			for _, p := range [][]byte{wrapped(f.pod, f.captured, 0), wrapped(f.pod, f.captured, 1), wrapped(f.pod, f.captured, 2)} {
+			for n := range wrappings {
+				p := wrapped(f.pod, f.captured, n)
 				l.via("packet", 0, p)
 				l.via("packet, no qdisc", 1<<30, p)
 			}
@@ -168,7 +171,8 @@ var attempts = []attempt{
 	}},
 	{"options, extension headers and fragments of raw sockets", func(l *lab) {
 		for _, f := range l.flows() {
-			for _, p := range [][]byte{wrapped(f.pod, f.captured, 0), wrapped(f.pod, f.captured, 1), wrapped(f.pod, f.captured, 2)} {
+			for n := range wrappings {
+				p := wrapped(f.pod, f.captured, n)
 				l.via(raw(p, ""), 0, p)
 				if p[0]>>4 == 4 {
 					l.via("raw IPv4, no defragmentation", 1<<30, p)
@@ -251,6 +255,9 @@ var attempts = []attempt{
 	}},
 }
 
+// wrappings is the number of packets that wrapped knows.
+const wrappings = 3
+
 // wrapped is a segment behind options or extension headers, or a fragment of one.
 func wrapped(src, dst netip.AddrPort, n int) []byte {
 	segment := tcp(src, dst, syn)
@@ -285,7 +292,8 @@ var holes = []attempt{
 	{"source route by way of an excluded address, IPv4", func(l *lab) {
 		f := l.flows()[0]
 		route := append(append([]byte{131, 7, 4}, f.captured.Addr().AsSlice()...), 0)
-		l.via("raw IPv4", 0, ipv4(f.pod.Addr(), f.excluded.Addr(), unix.IPPROTO_TCP, route, 0, tcp(f.pod, f.captured, syn)))
+		segment := tcp(f.pod, f.captured, syn)
+		l.via("raw IPv4", 0, ipv4(f.pod.Addr(), f.excluded.Addr(), unix.IPPROTO_TCP, route, 0, segment))
 	}},
 	{"segment routing by way of an excluded address, IPv6", func(l *lab) {
 		f := l.flows()[1]

@@ -28,8 +28,8 @@ var (
 // stepSize is the number of packets that are sent in a step at least.
 const stepSize = 4000
 
-// TestNothingEscapes sends random packets out of a captured pod by every way that there is, and compares the frames that
-// leave with the model. A failure names the seed and the step, which repeat it:
+// TestNothingEscapes sends random packets out of a captured pod by every way that there is, and compares the frames
+// that leave with the model. A failure names the seed and the step, which repeat it:
 //
 //	go test -run 'TestNothingEscapes/nftables' ./integration/escape -args -escape.seed=1 -escape.step=2
 func TestNothingEscapes(t *testing.T) {
@@ -73,7 +73,7 @@ func newAttack(t *testing.T, f testbed.Flavour) *attack {
 
 // random is the generator of one worker in one step.
 func (a *attack) random(step, worker uint64) *rand.Rand {
-	return rand.New(rand.NewPCG(*seed, step<<8|worker)) //nolint:gosec // repeatable on purpose
+	return rand.New(rand.NewPCG(*seed, step<<8|worker))
 }
 
 func (a *attack) run() {
@@ -268,8 +268,8 @@ func (a *attack) maker(r *rand.Rand) *maker {
 		add(m.sources, f.pod, f.pod, f.pod, f.nested, f.bridge, f.world)
 		add(m.destinations, f.world, f.world, f.world, f.other, f.excluded, f.gateway, f.pod, f.nested, f.bridge)
 	}
-	add(m.destinations, "10.88.0.1", "fd00:88::1", "169.254.169.254", "127.0.0.1", "224.0.0.1", "255.255.255.255", "::1",
-		"ff02::1", "fe80::1", "10.88.255.255")
+	add(m.destinations, "10.88.0.1", "fd00:88::1", "169.254.169.254", "127.0.0.1", "224.0.0.1", "255.255.255.255",
+		"::1", "ff02::1", "fe80::1", "10.88.255.255")
 	add(m.sources, "127.0.0.1", "::1", "0.0.0.0", "::")
 	return m
 }
@@ -388,11 +388,11 @@ func dial(r *rand.Rand, a *attack) (fd int, err error) {
 			_ = unix.BindToDevice(fd, "eth0")
 		}
 		if number, err := strconv.Atoi(source); err == nil {
-			any := "0.0.0.0"
+			unspecified := "0.0.0.0"
 			if family == unix.AF_INET6 {
-				any = "::"
+				unspecified = "::"
 			}
-			_, bound := sockaddr(any, number+r.IntN(3))
+			_, bound := sockaddr(unspecified, number+r.IntN(3))
 			_ = unix.Bind(fd, bound)
 		} else if source != "" && from == a.pod.Host {
 			_, bound := sockaddr(source, 0)

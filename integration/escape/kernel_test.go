@@ -56,12 +56,15 @@ func mutantsOf(rules []*nftables.Rule) []mutant {
 	for i, r := range rules {
 		where := fmt.Sprintf("%s %s %s", familyName(r.Table.Family), r.Table.Name, r.Chain.Name)
 		all = append(all, mutant{fmt.Sprintf("%s %02d: without %q", where, i+1, why(r)), func(l *lab) error {
-			return l.changeRules(func(now []rawRule) [][]byte { return [][]byte{now[find(now, r, i)].message(nftDelete, 0)} })
+			return l.changeRules(func(now []rawRule) [][]byte {
+				return [][]byte{now[find(now, r, i)].message(nftDelete, 0)}
+			})
 		}})
 		if i+1 == len(rules) || verdict(r) == verdict(rules[i+1]) {
 			continue // two rules with the same verdict may be in any order
 		}
-		all = append(all, mutant{fmt.Sprintf("%s %02d: %q after %q", where, i+1, why(r), why(rules[i+1])), func(l *lab) error {
+		swapped := fmt.Sprintf("%s %02d: %q after %q", where, i+1, why(r), why(rules[i+1]))
+		all = append(all, mutant{swapped, func(l *lab) error {
 			return l.changeRules(func(now []rawRule) [][]byte {
 				first, second := now[find(now, r, i)], now[find(now, r, i)+1]
 				if learns(r) { // the kernel does not take back what it says about such a rule

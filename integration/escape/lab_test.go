@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"strconv"
 	"sync"
@@ -59,7 +58,7 @@ func newLab(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) 
 	for _, ip := range []string{excludedIPv4, excludedIPv6} {
 		serveUDP(t, l.n.World, at(ip, 443))
 	}
-	l.n.World.Serve(":"+strconv.Itoa(echoPort), func(c net.Conn) { _, _ = io.Copy(c, c) }) // the client notices an error
+	l.n.World.Serve(":"+strconv.Itoa(echoPort), echoConn)
 	for _, w := range openWays(t, pod.Host, "", ways) {
 		l.ways[w.name] = w
 	}
@@ -102,7 +101,17 @@ func (l *lab) openGates() {
 	l.t.Helper()
 	l.gates = nil
 	for _, port := range []int{15001, 15006} {
-		l.gates = append(l.gates, l.pod.Serve(":"+strconv.Itoa(port), func(c net.Conn) { l.serve(c.(*net.TCPConn), port) }))
+		testbed.Eventually(l.t, "the former listener's port is free", func() bool {
+			return l.pod.Do(func() error {
+				free, err := net.Listen("tcp", ":"+strconv.Itoa(port))
+				if err == nil {
+					err = free.Close()
+				}
+				return err
+			}) == nil
+		})
+		serve := func(c net.Conn) { l.serve(c.(*net.TCPConn), port) }
+		l.gates = append(l.gates, l.pod.Serve(":"+strconv.Itoa(port), serve))
 	}
 }
 
@@ -169,7 +178,7 @@ func (l *lab) addSecondNested() {
 	c.IP("link", "set", "eth0", "up")
 	c.IP("route", "add", "default", "via", "172.31.0.1")
 	c.IP("-6", "route", "add", "default", "via", "fd00:31::1")
-	c.Serve(":"+strconv.Itoa(podPort), func(c net.Conn) { _, _ = io.Copy(c, c) }) // the client notices an error
+	c.Serve(":"+strconv.Itoa(podPort), echoConn)
 	for _, ip := range []string{"172.31.0.2", "fd00:31::2"} {
 		serveUDP(l.t, c, at(ip, 443))
 	}

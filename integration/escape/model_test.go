@@ -57,13 +57,12 @@ func (m *model) arrive(p packet) {
 
 // mayLeave is the model.
 func (m *model) mayLeave(p packet) bool {
-	if may := m.mayLeaveWhole(p); p.fragment == 0 || !p.hasPorts {
-		return may
-	} else {
+	may := m.mayLeaveWhole(p)
+	if p.fragment != 0 && p.hasPorts {
 		fragments := connection{netip.AddrPortFrom(p.src.Addr(), 0), netip.AddrPortFrom(p.dst.Addr(), 0), p.fragment}
 		m.letOut[fragments] = m.letOut[fragments] || may
-		return may
 	}
+	return may
 }
 
 func (m *model) mayLeaveWhole(p packet) bool {
@@ -99,7 +98,8 @@ func (s settings) captures(to netip.Addr, p packet) bool {
 		return slices.ContainsFunc(cidrs, func(c netip.Prefix) bool { return c.Contains(to) })
 	}
 	on := func(list []ports) bool {
-		return slices.ContainsFunc(list, func(r ports) bool { return r.first <= p.dst.Port() && p.dst.Port() <= r.last })
+		port := p.dst.Port()
+		return slices.ContainsFunc(list, func(r ports) bool { return r.first <= port && port <= r.last })
 	}
 	return !in(s.excludeCIDRs) && (len(s.includeCIDRs) == 0 || in(s.includeCIDRs)) &&
 		(!p.hasPorts || !on(s.excludePorts) && (len(s.includePorts) == 0 || on(s.includePorts)))

@@ -36,8 +36,8 @@ const quiet = 150 * time.Millisecond
 const patience = 1500 * time.Millisecond
 
 // TestMutants takes away every rule, one by one, and swaps every two neighbours, and tests that each such change is
-// noticed: a packet escapes, allowed traffic does not pass, or captured traffic is not served. A change that has none of
-// these effects must at least be named by CHECK, and is listed with the reason for the rule in unnoticed.
+// noticed: a packet escapes, allowed traffic does not pass, or captured traffic is not served. A change without any of
+// these effects must at least be named by CHECK, and is listed in excused with the reason.
 func TestMutants(t *testing.T) {
 	t.Parallel()
 	flavours := testbed.Flavours
@@ -198,7 +198,9 @@ func (l *lab) probes() []probe {
 		all = append(all,
 			reads("captured "+f.name, l.pod.Host, at(f.world, webPort), "gate 15001"),
 			reads("captured, nested "+f.name, l.nested, at(f.world, webPort), "gate 15001"),
-			l.captured("bound to eth0 "+f.name, at(f.world, webPort), func(fd int) error { return unix.BindToDevice(fd, "eth0") }),
+			l.captured("bound to eth0 "+f.name, at(f.world, webPort), func(fd int) error {
+				return unix.BindToDevice(fd, "eth0")
+			}),
 			l.captured("with a forged mark "+f.name, at(f.world, webPort), func(fd int) error {
 				return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, 1<<28)
 			}),
@@ -386,22 +388,32 @@ var excused = []struct{ pattern, reason string }{
 		"it concerns packets from outside to a container that is routed, not published"},
 	{`filter .*FORWARD .*without .*("to the pod itself"|LOCAL -j RETURN)`,
 		"FORWARD never sees such a packet; nat has the same chain"},
-	{`mangle .*("not redirected.*" after "redirected|DROP" after .*15006 .*RETURN)`, "the rules are about different ports"},
-	{`ip6 sluice-wall SLUICE_DECIDE 03: .* after`, "no attempt gets an entry of IPv6 confirmed whose packets do not pass"},
-	{`wall SLUICE_CAPTURE .*"QUIC: it was not rejected before"`, "the filter table has rejected it before"},
+	{`mangle .*("not redirected.*" after "redirected|DROP" after .*15006 .*RETURN)`,
+		"the rules are about different ports"},
+	{`ip6 sluice-wall SLUICE_DECIDE 03: .* after`,
+		"no attempt gets an entry of IPv6 confirmed whose packets do not pass"},
+	{`wall SLUICE_CAPTURE .*"QUIC: it was not rejected before"`,
+		"the filter table has rejected it before"},
 	{`wall SLUICE_LEAVING .*("a mark that the sender|"returns if .*" after)`,
 		"each packet that DECIDE returns gets the mark, and others are dropped"},
-	{`wall SLUICE_OUTPUT 0[24].*"from the gate`, "conntrack takes the segment for invalid only if nf_conntrack_tcp_loose is 0"},
-	{`wall SLUICE_(OUTPUT 05|PREROUTING 0[23])`, "it saves the time of the rules after it"},
-	{`wall SLUICE_(OUTPUT|PREROUTING) .*("a mark that the sender .*" after|"nested containers are behind bridges" after)`,
+	{`wall SLUICE_OUTPUT 0[24].*"from the gate`,
+		"conntrack takes the segment for invalid only if nf_conntrack_tcp_loose is 0"},
+	{`wall SLUICE_(OUTPUT 05|PREROUTING 0[23])`,
+		"it saves the time of the rules after it"},
+	{`wall SLUICE_(OUTPUT|PREROUTING) .*"(a mark that the sender .*|nested containers are behind bridges)" after`,
 		"the rules do not depend on each other"},
 	{`wall SLUICE_(OUTPUT|PREROUTING) .*without "nested containers are behind bridges"`,
 		"the bridge becomes known by packets of the other direction too"},
-	{`wall SLUICE_PREROUTING .*without "a mark that the sender`, "no mark outlives the veth of a nested container"},
-	{`wall SLUICE_STOP .*without "sent by a nested container"`, "the next rule stops it, and counts it as sent by the pod"},
-	{`SLUICE_EGRESS .*" after`, "a frame that both rules match is accepted by either, or is never routed"},
-	{`SLUICE_EGRESS .*without "the rules of the stack`, "the next rule stops it, and counts it as sent by a packet socket"},
-	{`SLUICE_PLAIN .*"DHCP`, "with the default settings all UDP may leave"},
+	{`wall SLUICE_PREROUTING .*without "a mark that the sender`,
+		"no mark outlives the veth of a nested container"},
+	{`wall SLUICE_STOP .*without "sent by a nested container"`,
+		"the next rule stops it, and counts it as sent by the pod"},
+	{`SLUICE_EGRESS .*" after`,
+		"a frame that both rules match is accepted by either, or is never routed"},
+	{`SLUICE_EGRESS .*without "the rules of the stack`,
+		"the next rule stops it, and counts it as sent by a packet socket"},
+	{`SLUICE_PLAIN .*"DHCP`,
+		"with the default settings all UDP may leave"},
 }
 
 // unnoticed says why no traffic notices a change.

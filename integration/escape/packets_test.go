@@ -54,7 +54,8 @@ func (m *maker) payload(src, dst netip.Addr) (proto byte, b []byte) {
 	case 0:
 		return unix.IPPROTO_UDP, m.udp()
 	case 1:
-		return pick[byte](m, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6, unix.IPPROTO_SCTP, 47, byte(m.Uint32())), m.bytes(m.IntN(40))
+		other := pick[byte](m, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6, unix.IPPROTO_SCTP, byte(m.Uint32()))
+		return other, m.bytes(m.IntN(40))
 	default:
 		return unix.IPPROTO_TCP, m.tcp(src, dst)
 	}

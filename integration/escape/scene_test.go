@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -70,7 +71,7 @@ func serveUDP(t *testing.T, h *testbed.Host, address string) {
 	t.Helper()
 	var c net.PacketConn
 	err := h.Do(func() (err error) {
-		c, err = net.ListenPacket("udp", address) //nolint:noctx // it does not wait
+		c, err = net.ListenPacket("udp", address)
 		return err
 	})
 	if err != nil {
@@ -94,7 +95,7 @@ func (s *scene) furnish(pod *testbed.Pod) {
 	s.t.Helper()
 	s.pod, s.nested = pod, pod.Nested()
 	for _, h := range []*testbed.Host{pod.Host, s.nested} {
-		h.Serve(":"+strconv.Itoa(podPort), func(c net.Conn) { _, _ = io.Copy(c, c) }) // the client notices an error
+		h.Serve(":"+strconv.Itoa(podPort), echoConn)
 	}
 	// The kernel limits the rate of the ICMP errors that a probe waits for.
 	pod.Exec("sysctl", "-qw", "net.ipv4.icmp_ratelimit=0", "net.ipv6.icmp.ratelimit=0")
@@ -105,6 +106,9 @@ func (s *scene) furnish(pod *testbed.Pod) {
 	s.tap = startTap(s.t, s.n.Host, peer, s.current)
 }
 
+// echoConn echoes until the client has ended. The client notices an error.
+func echoConn(c net.Conn) { _, _ = io.Copy(c, c) }
+
 // link returns the index of an interface's peer, and its address.
 func link(t *testing.T, h *testbed.Host, name string) (peer int, mac []byte) {
 	t.Helper()
@@ -112,7 +116,8 @@ func link(t *testing.T, h *testbed.Host, name string) (peer int, mac []byte) {
 		Peer    int    `json:"link_index"`
 		Address string `json:"address"`
 	}
-	if err := json.Unmarshal([]byte(h.Exec("ip", "-json", "link", "show", name)), &links); err != nil || len(links) != 1 {
+	out := h.Exec("ip", "-json", "link", "show", name)
+	if err := json.Unmarshal([]byte(out), &links); err != nil || len(links) != 1 {
 		t.Fatalf("link %s in %s: %v", name, h.Name, err)
 	}
 	mac, err := net.ParseMAC(links[0].Address)
@@ -157,7 +162,8 @@ func randomSettings(r *rand.Rand) settings {
 func (s settings) annotations() map[string]string {
 	a := map[string]string{
 		"sluice.dev/quic": s.quic, "sluice.dev/exclude-outbound-cidrs": list(s.excludeCIDRs),
-		"sluice.dev/exclude-outbound-ports": list(s.excludePorts), "sluice.dev/include-outbound-ports": list(s.includePorts),
+		"sluice.dev/exclude-outbound-ports": list(s.excludePorts),
+		"sluice.dev/include-outbound-ports": list(s.includePorts),
 		"sluice.dev/include-outbound-cidrs": list(s.includeCIDRs), "sluice.dev/capture-inbound-ports": list(s.inbound),
 	}
 	return a
@@ -185,9 +191,7 @@ func (s *scene) replace(next settings) error {
 		"cniVersion": s.n.CNIVersion, "name": "pods", "prevResult": json.RawMessage(result),
 		"runtimeConfig": map[string]any{"io.kubernetes.cri.pod-annotations": next.annotations()},
 	}
-	for key, value := range s.n.Plugin {
-		conf[key] = value
-	}
+	maps.Copy(conf, s.n.Plugin)
 	stdin, err := json.Marshal(conf)
 	if err != nil {
 		return err

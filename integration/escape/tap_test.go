@@ -138,7 +138,8 @@ func (tp *tap) see(header *unix.Tpacket2Hdr, slot []byte) {
 		return
 	}
 	if len(tp.breach) < 10 {
-		tp.breach = append(tp.breach, fmt.Sprintf("%s %s to %s left the pod\n%s", p.kind(), p.src, p.dst, hex.Dump(frame)))
+		found := fmt.Sprintf("%s %s to %s left the pod\n%s", p.kind(), p.src, p.dst, hex.Dump(frame))
+		tp.breach = append(tp.breach, found)
 	}
 }
 
@@ -187,7 +188,8 @@ func (tp *tap) lost() (uint32, error) {
 
 func htons(v uint16) uint16 { return v<<8 | v>>8 }
 
-// settle sends a marker by w, a packet socket, and waits until the tap has seen it. It returns false if the tap does not.
+// settle sends a marker by w, a packet socket, and waits until the tap has seen it. It returns false if the tap does
+// not.
 func (tp *tap) settle(w way, macs [][]byte, number uint64, timeout time.Duration) bool {
 	marker := append(append([]byte{}, macs[0]...), macs[1]...)
 	marker = binary.BigEndian.AppendUint16(marker, etherMarker)

@@ -41,7 +41,8 @@ type wayConfig struct {
 // ways are all ways from the netns of a pod. A nested container has those of its own eth0.
 var ways = []wayConfig{
 	{name: "packet", kind: frames, device: "eth0"},
-	{name: "packet, no qdisc", kind: frames, device: "eth0", options: [][2]int{{unix.SOL_PACKET, unix.PACKET_QDISC_BYPASS}}},
+	{name: "packet, no qdisc", kind: frames, device: "eth0",
+		options: [][2]int{{unix.SOL_PACKET, unix.PACKET_QDISC_BYPASS}}},
 	{name: "datagram packet", kind: packetsLink, device: "eth0"},
 	{name: "packet on lo", kind: frames, device: "lo"},
 	{name: "raw IPv4", kind: packetsIPv4},
@@ -132,7 +133,8 @@ func (w way) send(b []byte, etherType uint16) {
 	case frames, packetsLink:
 		to := (*unix.RawSockaddrLinklayer)(unsafe.Pointer(&address))
 		*to = unix.RawSockaddrLinklayer{
-			Family: unix.AF_PACKET, Protocol: htons(etherType), Ifindex: int32(w.index), Halen: 6, Addr: [8]byte{255, 255, 255, 255, 255, 255},
+			Family: unix.AF_PACKET, Protocol: htons(etherType), Ifindex: int32(w.index),
+			Halen: 6, Addr: [8]byte{255, 255, 255, 255, 255, 255}, // broadcast reaches the gateway too
 		}
 		size = unix.SizeofSockaddrLinklayer
 	case packetsIPv4:
