@@ -281,8 +281,9 @@ var holes = []attempt{
 	{"AH before TCP, IPv6", func(l *lab) {
 		f := l.flows()[1]
 		ah := header{unix.IPPROTO_AH, append([]byte{4, 0, 0}, make([]byte, 20)...)}
-		p := segmentOf(f.pod, f.captured, syn, ah)
-		l.via("raw IPv6", 0, p)
+		for _, flags := range []byte{syn, syn | fin} { // ip6tables-legacy reads on after AH, and redirects the first
+			l.via("raw IPv6", 0, segmentOf(f.pod, f.captured, flags, ah))
+		}
 	}},
 	{"SNAP before IPv4", func(l *lab) {
 		f := l.flows()[0]
