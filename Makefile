@@ -2,6 +2,7 @@ MODULE  := github.com/sluice-cni/sluice
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.gitVersion=$(VERSION)
 FUZZTIME ?= 20s
+FUZZRULESTIME ?= 1h
 
 # LDFLAGS sets the version. Go itself must not ask git for it: git refuses to read a clone that another user owns.
 export GOFLAGS := $(GOFLAGS) -buildvcs=false
@@ -12,8 +13,8 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test fuzz bench lint manifests demo e2e bench-e2e e2e-kind cluster-up cluster-down drill screenshot \
-	clean
+.PHONY: help build test fuzz fuzz-rules bench lint manifests demo e2e bench-e2e e2e-kind cluster-up cluster-down \
+	drill screenshot clean
 
 help: ## List the targets
 	@echo "Targets (those with * need root, on Debian or Ubuntu; they install the packages that they need):"
@@ -35,6 +36,11 @@ fuzz: ## Run each fuzz target for FUZZTIME (default 20s)
 			go test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) ./$$(dirname $$file); \
 		done; \
 	done
+
+fuzz-rules: ## * Try for FUZZRULESTIME (default 1h) to get TCP out of captured pods; take all rules away one by one
+	integration/setup.sh test
+	CGO_ENABLED=1 go test -race -count=1 -v -timeout 0 ./integration/escape \
+		-args -escape.duration=$(FUZZRULESTIME) -escape.every
 
 bench: build ## * Measure latency, throughput, ADD and memory against their budgets; write bin/bench.json
 	integration/setup.sh bench
