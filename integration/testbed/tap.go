@@ -85,15 +85,12 @@ func (t *Tap) read() {
 func (t *Tap) Sync(p *Pod) {
 	t.tb.Helper()
 	marker := fmt.Appendf(nil, "sync %d", time.Now().UnixNano())
-	frame := slices.Concat(make([]byte, 12), binary.BigEndian.AppendUint16(nil, localExperiment), marker)
+	frame := slices.Concat(make([]byte, 12), binary.BigEndian.AppendUint16(nil, unix.ETH_P_LLDP), marker)
 	SendFrames(p.Host, "eth0", FrameOptions{}, frame)
 	Eventually(t.tb, "the tap sees the end", func() bool {
 		return len(t.Frames(func(f []byte) bool { return slices.Equal(f, frame) })) > 0
 	})
 }
-
-// localExperiment is an EtherType for private use (IEEE Std 802).
-const localExperiment = 0x88b5
 
 // Frames returns the recorded frames for which match holds.
 func (t *Tap) Frames(match func([]byte) bool) [][]byte {

@@ -77,6 +77,8 @@ func describe(e expr.Any) string {
 		return fmt.Sprintf("add reg %d to %s", e.SrcRegKey, e.SetName)
 	case *expr.Counter:
 		return "counter"
+	case *expr.Exthdr:
+		return fmt.Sprintf("exthdr load presence of %d => reg %d", e.Type, e.DestRegister)
 	case *expr.NAT:
 		return fmt.Sprintf("dnat address reg %d port reg %d", e.RegAddrMin, e.RegProtoMin)
 	case *expr.Socket:

@@ -349,12 +349,14 @@ func nftMatch(f Family, m match) []expr.Any {
 		add(&expr.Fib{Register: reg, FlagDADDR: true, FlagMARK: true, ResultOIF: true},
 			&expr.Lookup{SourceRegister: reg, SetName: knownBridges})
 	}
-	number := map[string]byte{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "icmpv6": unix.IPPROTO_ICMPV6}
 	if m.proto != "" {
-		add(meta(expr.MetaKeyL4PROTO), equal([]byte{number[m.proto]}))
+		add(meta(expr.MetaKeyL4PROTO), equal([]byte{nftProtocols[m.proto]}))
 	}
 	if m.notProto != "" {
-		add(meta(expr.MetaKeyL4PROTO), compare(expr.CmpOpNeq, []byte{number[m.notProto]}))
+		add(meta(expr.MetaKeyL4PROTO), compare(expr.CmpOpNeq, []byte{nftProtocols[m.notProto]}))
+	}
+	if m.detour {
+		add(nftDetour(f)...)
 	}
 	if m.sport != 0 {
 		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 2},
@@ -389,6 +391,9 @@ func nftMatch(f Family, m match) []expr.Any {
 	if m.letOut {
 		add(nftBit(&expr.Ct{Key: expr.CtKeyMARK, Register: reg}, letOut)...)
 	}
+	if m.answers {
+		add(nftBit(&expr.Ct{Key: expr.CtKeyMARK, Register: reg}, fromOutside)...)
+	}
 	if m.inside {
 		add(nftBit(meta(expr.MetaKeyMARK), inside)...)
 	}
@@ -408,6 +413,31 @@ func nftMatch(f Family, m match) []expr.Any {
 		add(&expr.Socket{Key: expr.SocketKeyTransparent, Register: reg}, compare(expr.CmpOpLte, []byte{1}))
 	}
 	return e
+}
+
+// nftProtocols are the numbers of protocols, and of headers at which the kernel stops to look for a protocol.
+var nftProtocols = map[string]byte{
+	"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "icmpv6": unix.IPPROTO_ICMPV6, "ah": unix.IPPROTO_AH,
+	"mobility": 135, "hip": 139, "shim6": 140,
+}
+
+// nftDetour matches an IPv4 header with options, since a source route is one, and an IPv6 routing header.
+func nftDetour(f Family) []expr.Any {
+	if f == IPv6 {
+		return []expr.Any{
+			&expr.Exthdr{
+				DestRegister: reg, Type: unix.IPPROTO_ROUTING, Len: 1, Flags: unix.NFT_EXTHDR_F_PRESENT,
+				Op: expr.ExthdrOpIpv6,
+			},
+			&expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: []byte{1}},
+		}
+	}
+	const withoutOptions = 5 // words of 4 bytes
+	return []expr.Any{
+		&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: 0, Len: 1},
+		&expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 1, Mask: []byte{0x0f}, Xor: []byte{0}},
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: reg, Data: []byte{withoutOptions}},
+	}
 }
 
 func nftState(s ctState) []expr.Any {
@@ -481,6 +511,12 @@ func nftTarget(f Family, t target) []expr.Any {
 			&expr.Meta{Key: expr.MetaKeyMARK, Register: reg, SourceRegister: true},
 		}
 	}
+	entryMark := func(bit uint32) []expr.Any {
+		return []expr.Any{
+			&expr.Ct{Key: expr.CtKeyMARK, Register: reg}, nftMask(^bit, bit),
+			&expr.Ct{Key: expr.CtKeyMARK, Register: reg, SourceRegister: true},
+		}
+	}
 	know := func(key expr.MetaKey) []expr.Any {
 		return []expr.Any{
 			&expr.Meta{Key: key, Register: reg},
@@ -520,14 +556,11 @@ func nftTarget(f Family, t target) []expr.Any {
 			},
 		}
 	case verbLetOut:
-		return []expr.Any{
-			&expr.Ct{Key: expr.CtKeyMARK, Register: reg}, nftMask(^uint32(letOut), letOut),
-			&expr.Ct{Key: expr.CtKeyMARK, Register: reg, SourceRegister: true},
-		}
+		return entryMark(letOut)
+	case verbAnswer:
+		return entryMark(fromOutside)
 	case verbPass:
 		return mark(passed, passed)
-	case verbUnpass:
-		return mark(passed, 0)
 	case verbInside:
 		return mark(inside, inside)
 	case verbOutside:

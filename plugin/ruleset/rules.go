@@ -49,7 +49,7 @@ type rule struct {
 
 // match is a conjunction of conditions; a zero field matches every packet.
 type match struct {
-	proto    string // tcp, udp or icmpv6
+	proto    string // a key of nftProtocols; of iptables tcp, udp and icmpv6
 	notProto string // tcp
 	in, out  string // interface
 	src, dst netip.Prefix
@@ -66,6 +66,8 @@ type match struct {
 
 	// Only the rules of the wall have the conditions below, so only nftables renders them.
 
+	answers    bool // the mark of the conntrack entry has the bit fromOutside
+	detour     bool // a source route: the packet may end elsewhere
 	passed     bool // the packet's mark has the bit passed
 	routed     bool // the stack of a netns has routed the packet: packet sockets send without a route
 	forwarded  bool // the packet came in through an interface
@@ -118,8 +120,8 @@ const (
 
 	verbStop     verb = "STOP"   // counts and drops
 	verbLetOut   verb = "LETOUT" // sets letOut in the mark of the conntrack entry
+	verbAnswer   verb = "ANSWER" // sets fromOutside there
 	verbPass     verb = "PASS"   // sets passed in the packet's mark
-	verbUnpass   verb = "UNPASS" // clears it
 	verbInside   verb = "INSIDE" // sets inside in the packet's mark
 	verbOutside  verb = "OUTSIDE"
 	verbKnowFrom verb = "KNOWFROM" // adds the interface that the packet came in through to the known bridges
@@ -135,14 +137,14 @@ var (
 
 // isOfWall reports whether only nftables renders m.
 func (m match) isOfWall() bool {
-	return m.passed || m.routed || m.forwarded || m.fromBridge || m.toBridge || m.toKnown || m.frame != nil ||
+	return m.passed || m.answers || m.detour || m.routed || m.forwarded || m.fromBridge || m.toBridge || m.toKnown || m.frame != nil ||
 		m.sport != 0 || m.notSYN
 }
 
 // isOfWall reports whether only nftables renders t.
 func (t target) isOfWall() bool {
 	return slices.Contains([]verb{
-		verbStop, verbLetOut, verbPass, verbUnpass, verbInside, verbOutside, verbKnowFrom, verbKnowTo,
+		verbStop, verbLetOut, verbAnswer, verbPass, verbInside, verbOutside, verbKnowFrom, verbKnowTo,
 	}, t.verb)
 }
 
@@ -291,7 +293,9 @@ func (r Ruleset) fromElsewhere(hook string, via match, inbound []rule, wall bool
 	for _, name := range r.Interfaces {
 		c.rules = append(c.rules, rule{match{in: name}, targetReturn, "from outside, to the pod"})
 	}
-	c.rules = append(c.rules, rule{match{dstLocal: true}, targetReturn, "to the pod itself"})
+	if hook == chainPrerouting {
+		c.rules = append(c.rules, rule{match{dstLocal: true}, targetReturn, "to the pod itself"})
+	}
 	if wall {
 		// Bridged frames come here too if the sysctl bridge-nf-call-iptables is 1, as kubeadm wants it.
 		toInside := match{inside: true}

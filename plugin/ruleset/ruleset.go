@@ -43,8 +43,11 @@ var DefaultPorts = Ports{Outbound: 15001, Inbound: 15006}
 
 // Marks of conntrack entries. Setting one takes CAP_NET_ADMIN.
 const (
-	// letOut is a bit in the mark of each connection that the wall has let out.
+	// letOut is a bit in the mark of each connection that the wall has let out. It is valid for packets of the end that
+	// began the connection: a raw socket in the pod can pretend to be the other end.
 	letOut = 1 << 29
+	// fromOutside is a bit in the mark of each connection from outside. It is valid for packets that answer.
+	fromOutside = 1 << 27
 	// DirectMark is the mark of a connection that sluiced lets go direct. It includes letOut.
 	DirectMark = letOut | 0x3a99
 )

@@ -107,7 +107,6 @@ func (r Ruleset) leavingPod() chain {
 
 func leaving() chain {
 	return chain{name: chainLeaving, rules: []rule{
-		{match{}, target{verb: verbUnpass}, "a mark that the sender has set counts for nothing"},
 		{match{}, jump(chainDecide), "returns if the packet may leave"},
 		{match{}, target{verb: verbPass}, "it may"},
 	}}
@@ -116,7 +115,9 @@ func leaving() chain {
 // decide returns packets that may leave, the most frequent ones first.
 func (r Ruleset) decide() chain {
 	c := chain{name: chainDecide, rules: []rule{
-		{match{proto: "tcp", notSYN: true, letOut: true}, targetReturn, "its connection was let out"},
+		{match{proto: "tcp", detour: true}, jump(chainStop), "a source route: it may end at a captured destination"},
+		{match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetReturn, "its connection was let out"},
+		{match{proto: "tcp", state: ctReply, answers: true}, targetReturn, "an answer to a connection from outside"},
 		// Only with state NEW: the entry outlives the connection, and its port may get another user.
 		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetReturn, "sluiced lets it go direct"},
 	}}
@@ -134,10 +135,39 @@ func (r Ruleset) decide() chain {
 
 // captureWall also drops what refusals has not rejected, such as a packet of a raw socket that goes to no connection.
 func (r Ruleset) captureWall(f Family) chain {
-	return r.capture(
-		r.others(f, jump(chainStop), jump(chainStop)),
-		rule{match{}, jump(chainStop), "captured, and not redirected: it would bypass the proxy"},
-	)
+	c := chain{name: chainCapture, rules: r.others(f, jump(chainStop), jump(chainStop))}
+	for _, header := range []string{"ah", "mobility", "hip", "shim6"} {
+		c.rules = append(c.rules, rule{match{proto: header}, jump(chainStop), "TCP may follow this header"})
+	}
+	c.rules = append(c.rules, rule{match{notProto: "tcp"}, targetReturn, "no TCP"})
+	// The ports that are not captured return, and all else is stopped: also a fragment that does not show its ports.
+	for _, p := range r.ExcludePorts {
+		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "excluded port"})
+	}
+	for _, p := range complement(r.IncludePorts) {
+		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "a port that is not included"})
+	}
+	c.rules = append(c.rules, rule{match{}, jump(chainStop), "captured, and not redirected: it would bypass the proxy"})
+	return c
+}
+
+// complement returns the ports that are in none of the ranges. If there are no ranges, it returns none.
+func complement(ranges []PortRange) (rest []PortRange) {
+	if len(ranges) == 0 {
+		return nil
+	}
+	sorted := slices.SortedFunc(slices.Values(ranges), func(a, b PortRange) int { return int(a.First) - int(b.First) })
+	next := 0 // the first port that is in none of the ranges before
+	for _, p := range sorted {
+		if int(p.First) > next {
+			rest = append(rest, PortRange{uint16(next), p.First - 1})
+		}
+		next = max(next, int(p.Last)+1)
+	}
+	if next <= 65535 {
+		rest = append(rest, PortRange{uint16(next), 65535})
+	}
+	return rest
 }
 
 func (r Ruleset) stop() chain {
@@ -152,7 +182,7 @@ func (r Ruleset) arriving() chain {
 	c := chain{name: chainPrerouting, hook: chainPrerouting, why: "packets that arrive"}
 	for _, name := range r.walled() {
 		c.rules = append(c.rules,
-			rule{match{in: name, proto: "tcp", state: ctNew}, target{verb: verbLetOut}, "from outside: it may answer"},
+			rule{match{in: name, proto: "tcp", state: ctNew}, target{verb: verbAnswer}, "from outside: answers may leave"},
 			rule{match{in: name}, targetReturn, "from outside"},
 		)
 	}
@@ -233,27 +263,21 @@ const (
 	sizeVLANTag        = 4
 )
 
-// EtherTypes of frames that carry IP, or may carry it after a tag or label.
+// EtherTypes of frames that carry IP.
 const (
 	etherIPv4 = unix.ETH_P_IP
 	etherIPv6 = unix.ETH_P_IPV6
 	etherVLAN = unix.ETH_P_8021Q
 )
 
-var carriers = []uint16{
-	etherIPv4, etherIPv6, etherVLAN, unix.ETH_P_8021AD, unix.ETH_P_QINQ1, unix.ETH_P_QINQ2, unix.ETH_P_QINQ3,
-	unix.ETH_P_MPLS_UC, unix.ETH_P_MPLS_MC, unix.ETH_P_PPP_DISC, unix.ETH_P_PPP_SES,
-}
+// harmless are the EtherTypes that pods use and that carry no IP: ARP, 802.1X, LLDP and PTP. All others may carry it, such
+// as an 802.3 frame with a SNAP header, which has its length there.
+var harmless = []uint16{unix.ETH_P_ARP, unix.ETH_P_PAE, unix.ETH_P_LLDP, unix.ETH_P_1588}
 
 // plain accepts frames that did not pass the rules of the stack but plainly carry no TCP. It looks at bytes of the
 // frame and not at the kernel's notion of its protocol, since a packet socket can set that to any value.
 func (r Ruleset) plain() chain {
 	c := chain{name: chainPlain}
-	var noIP []frameTest
-	for _, t := range carriers {
-		noIP = append(noIP, frameTest{offset: offsetType, not: true, value: be16(t)})
-	}
-	c.rules = append(c.rules, rule{match{frame: noIP}, targetAccept, "neither IP nor tagged: ARP, for example"})
 	// A tag with VLAN identifier 0 only has a priority: the frame belongs to no VLAN.
 	untagged := []frameTest{
 		{offset: offsetType, value: be16(etherVLAN)},
@@ -263,12 +287,10 @@ func (r Ruleset) plain() chain {
 		size  uint32
 		tests []frameTest
 	}{{0, nil}, {sizeVLANTag, untagged}} {
-		if tag.size > 0 {
+		for _, t := range harmless {
+			is := frameTest{offset: offsetType + tag.size, value: be16(t)}
 			c.rules = append(c.rules, rule{
-				match{frame: append(slices.Clone(tag.tests), frameTest{
-					offset: offsetType + tag.size, value: be16(unix.ETH_P_ARP),
-				})},
-				targetAccept, "ARP with a priority",
+				match{frame: append(slices.Clone(tag.tests), is)}, targetAccept, "no IP, such as ARP",
 			})
 		}
 		for _, k := range r.plainIP() {
