@@ -182,7 +182,9 @@ func (r Ruleset) arriving() chain {
 	c := chain{name: chainPrerouting, hook: chainPrerouting, why: "packets that arrive"}
 	for _, name := range r.walled() {
 		c.rules = append(c.rules,
-			rule{match{in: name, proto: "tcp", state: ctNew}, target{verb: verbAnswer}, "from outside: answers may leave"},
+			rule{
+				match{in: name, proto: "tcp", state: ctNew}, target{verb: verbAnswer}, "from outside: answers may leave",
+			},
 			rule{match{in: name}, targetReturn, "from outside"},
 		)
 	}
@@ -270,8 +272,8 @@ const (
 	etherVLAN = unix.ETH_P_8021Q
 )
 
-// harmless are the EtherTypes that pods use and that carry no IP: ARP, 802.1X, LLDP and PTP. All others may carry it, such
-// as an 802.3 frame with a SNAP header, which has its length there.
+// harmless are the EtherTypes that pods use and that carry no IP: ARP, 802.1X, LLDP and PTP. All others may carry it,
+// such as an 802.3 frame with a SNAP header, which has its length there.
 var harmless = []uint16{unix.ETH_P_ARP, unix.ETH_P_PAE, unix.ETH_P_LLDP, unix.ETH_P_1588}
 
 // plain accepts frames that did not pass the rules of the stack but plainly carry no TCP. It looks at bytes of the
