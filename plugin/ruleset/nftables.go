@@ -561,6 +561,8 @@ func nftTarget(f Family, t target) []expr.Any {
 		return entryMark(fromOutside)
 	case verbPass:
 		return mark(passed, passed)
+	case verbUnpass:
+		return mark(passed, 0)
 	case verbInside:
 		return mark(inside, inside)
 	case verbOutside:

@@ -122,6 +122,7 @@ const (
 	verbLetOut   verb = "LETOUT" // sets letOut in the mark of the conntrack entry
 	verbAnswer   verb = "ANSWER" // sets fromOutside there
 	verbPass     verb = "PASS"   // sets passed in the packet's mark
+	verbUnpass   verb = "UNPASS" // clears it
 	verbInside   verb = "INSIDE" // sets inside in the packet's mark
 	verbOutside  verb = "OUTSIDE"
 	verbKnowFrom verb = "KNOWFROM" // adds the interface that the packet came in through to the known bridges
@@ -137,14 +138,14 @@ var (
 
 // isOfWall reports whether only nftables renders m.
 func (m match) isOfWall() bool {
-	return m.passed || m.answers || m.detour || m.routed || m.forwarded || m.fromBridge || m.toBridge || m.toKnown || m.frame != nil ||
-		m.sport != 0 || m.notSYN
+	return m.passed || m.answers || m.detour || m.routed || m.forwarded || m.fromBridge || m.toBridge || m.toKnown ||
+		m.frame != nil || m.sport != 0 || m.notSYN
 }
 
 // isOfWall reports whether only nftables renders t.
 func (t target) isOfWall() bool {
 	return slices.Contains([]verb{
-		verbStop, verbLetOut, verbAnswer, verbPass, verbInside, verbOutside, verbKnowFrom, verbKnowTo,
+		verbStop, verbLetOut, verbAnswer, verbPass, verbUnpass, verbInside, verbOutside, verbKnowFrom, verbKnowTo,
 	}, t.verb)
 }
 

@@ -11,15 +11,15 @@ import (
 // The wall consists of a table for each family, in nftables whichever backend has the other rules.
 //
 // The tables of IPv4 and IPv6 see each packet that the netns' stack sends or forwards, after every other rule. A TCP
-// segment that goes out through a CNI interface passes if its destination is excluded or its connection was let out
-// before; the conntrack entry has the mark letOut then. That mark gets a connection from outside at its first packet,
-// one to an excluded destination, and one that sluiced lets go direct. It does not matter in which state conntrack
-// thinks the connection to be: without the mark the segment stays in the pod. Each packet that passes is marked.
+// segment that goes out through a CNI interface passes if its destination is excluded, or by a mark of its conntrack
+// entry: letOut, which a connection to an excluded destination gets and one that sluiced lets go direct, or fromOutside.
+// It does not matter in which state conntrack thinks the connection to be: without a mark the segment stays in the pod.
+// Each packet that passes is marked.
 //
 // The table of the link (Linux 5.16) sees each frame on its way to a CNI interface, those of packet sockets too: they
-// do not pass the stack. A frame passes if it has that mark, a route and the interface's own source address. A packet
-// socket can set a mark, but no route; a macvlan interface in a nested container can do both, but has another address.
-// Other frames pass only if they plainly carry no TCP.
+// do not pass the stack. A frame passes if it has that mark, a route, the interface's own source address and no tag. A
+// packet socket can set a mark, but no route. A macvlan or VLAN interface in a nested container has both, but another
+// address or a tag. Other frames pass only if they plainly carry no TCP.
 //
 // A second table for each of IPv4 and IPv6 rejects packets other than TCP that must not be sent, so that the sender
 // learns of it at once. It is in nftables because there a packet meets the chains of all programs: dockerd puts its
@@ -72,6 +72,7 @@ func (r Ruleset) wallOf(f Family) table {
 		leaving(),
 		r.leavingPod(),
 		r.arriving(),
+		fromGate(),
 		r.sent(),
 	}}
 }
@@ -99,6 +100,11 @@ func (r Ruleset) walled() []string {
 // leavingPod sees packets after all address translation.
 func (r Ruleset) leavingPod() chain {
 	c := chain{name: chainPostrouting, hook: chainPostrouting, why: "packets that the netns sends or forwards"}
+	c.rules = []rule{
+		{match{out: "lo"}, targetReturn, "from the pod to itself"},
+		// Also of packets for other interfaces, such as a VLAN interface, whose frames meet the table of the link later.
+		{match{}, target{verb: verbUnpass}, "a mark that the sender has set counts for nothing"},
+	}
 	for _, name := range r.walled() {
 		c.rules = append(c.rules, rule{match{out: name}, jump(chainLeaving), "through a CNI interface"})
 	}
@@ -116,7 +122,7 @@ func leaving() chain {
 func (r Ruleset) decide() chain {
 	c := chain{name: chainDecide, rules: []rule{
 		{match{proto: "tcp", detour: true}, jump(chainStop), "a source route: it may end at a captured destination"},
-		{match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetReturn, "its connection was let out"},
+		{match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetReturn, "it was let out before"},
 		{match{proto: "tcp", state: ctReply, answers: true}, targetReturn, "an answer to a connection from outside"},
 		// Only with state NEW: the entry outlives the connection, and its port may get another user.
 		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetReturn, "sluiced lets it go direct"},
@@ -180,6 +186,7 @@ func (r Ruleset) stop() chain {
 // arriving sees packets before their destination is translated and before they are routed.
 func (r Ruleset) arriving() chain {
 	c := chain{name: chainPrerouting, hook: chainPrerouting, why: "packets that arrive"}
+	c.rules = []rule{{match{in: "lo"}, targetReturn, "from the pod to itself"}}
 	for _, name := range r.walled() {
 		c.rules = append(c.rules,
 			rule{
@@ -189,7 +196,6 @@ func (r Ruleset) arriving() chain {
 		)
 	}
 	c.rules = append(c.rules,
-		rule{match{in: "lo"}, targetReturn, "from the pod to itself"},
 		rule{match{fromBridge: true}, target{verb: verbKnowFrom}, "nested containers are behind bridges"},
 		rule{match{}, target{verb: verbOutside}, "a mark that the sender has set counts for nothing"},
 		rule{match{toKnown: true}, target{verb: verbInside}, "to a nested container"},
@@ -201,13 +207,7 @@ func (r Ruleset) arriving() chain {
 func (r Ruleset) sent() chain {
 	c := chain{name: chainOutput, hook: chainOutput, why: "packets that the pod itself sends"}
 	for _, port := range r.openPorts() {
-		// Not translated back, it would be answered with a reset. The next segment of the app makes a new entry.
-		for _, lost := range []ctState{ctOriginal, ctInvalid} {
-			c.rules = append(c.rules, rule{
-				match{proto: "tcp", sport: port, state: lost}, targetDrop,
-				"from the gate, of a connection whose conntrack entry was lost",
-			})
-		}
+		c.rules = append(c.rules, rule{match{proto: "tcp", sport: port}, jump(chainGate), "from the gate"})
 	}
 	c.rules = append(c.rules,
 		rule{match{out: "lo"}, targetReturn, "from the pod to itself"},
@@ -216,6 +216,16 @@ func (r Ruleset) sent() chain {
 		rule{match{toBridge: true}, target{verb: verbInside}, "to a nested container"},
 	)
 	return c
+}
+
+// fromGate drops segments of connections whose conntrack entry was lost. Not translated back, such a segment would be
+// answered with a reset. The next segment of the app makes a new entry.
+func fromGate() chain {
+	const why = "the conntrack entry of its connection was lost"
+	return chain{name: chainGate, rules: []rule{
+		{match{proto: "tcp", state: ctOriginal}, targetDrop, why},
+		{match{proto: "tcp", state: ctInvalid}, targetDrop, why},
+	}}
 }
 
 // egress describes the table of the link. The kernel refuses a hook at an interface that does not exist.
@@ -232,20 +242,32 @@ func (r Ruleset) egress(interfaces []Interface) table {
 		if !slices.Contains(r.walled(), i.Name) {
 			continue
 		}
-		passes := match{passed: true, routed: true}
-		if mac, err := net.ParseMAC(i.MAC); err == nil {
-			passes.frame = []frameTest{{offset: sizeMAC, value: mac}}
-		}
-		t.chains = append(t.chains, chain{
+		c := chain{
 			name: chainEgress + "_" + i.Name, hook: chainEgress, via: match{out: i.Name},
 			why: "frames for a CNI interface",
-			rules: []rule{
-				{passes, targetAccept, "the stack's rules have let it pass"},
-				{match{}, jump(chainEgress), "another frame"},
-			},
-		})
+		}
+		for _, frame := range i.frames() {
+			passes := match{passed: true, routed: true, frame: frame}
+			c.rules = append(c.rules, rule{passes, targetAccept, "the stack's rules have let it pass"})
+		}
+		c.rules = append(c.rules, rule{match{}, jump(chainEgress), "another frame"})
+		t.chains = append(t.chains, c)
 	}
 	return t
+}
+
+// frames are tests of which one holds for each frame that the netns' own stack sends through i: the source address is
+// that of the interface, and IP follows without a tag. For an interface without such an address there is no test.
+func (i Interface) frames() [][]frameTest {
+	mac, err := net.ParseMAC(i.MAC)
+	if err != nil {
+		return [][]frameTest{nil}
+	}
+	var tests [][]frameTest
+	for _, t := range []uint16{etherIPv4, etherIPv6} {
+		tests = append(tests, []frameTest{{offset: sizeMAC, value: slices.Concat(mac, be16(t))}})
+	}
+	return tests
 }
 
 // sizeMAC is the length of an Ethernet address, and so the offset of the source address in a frame.
