@@ -163,11 +163,12 @@ func TestRulesOfAnEarlierVersionAreReplaced(t *testing.T) {
 		t.Errorf("gatesOnly: got drift %q, %v; want the old rules", drift, err)
 	}
 	a.Reconsider(t.Context())
-	if drift, err := in.Check(t.Context(), p.Path()); err != nil || len(drift) > 0 {
-		t.Errorf("Reconsider: got drift %q, %v; want none", drift, err)
+	got, err := a.store.Read(r.ID)
+	if err != nil || got.Installed.Revision != ruleset.Revision || !got.Installed.Ruleset.KeepOlder {
+		t.Fatalf("got record %+v, %v; want revision %d that keeps older connections", got, err, ruleset.Revision)
 	}
-	if got, err := a.store.Read(r.ID); err != nil || got.Installed.Revision != ruleset.Revision {
-		t.Errorf("got record %+v, %v; want revision %d", got, err, ruleset.Revision)
+	if drift, err := got.Installed.Check(t.Context(), p.Path()); err != nil || len(drift) > 0 {
+		t.Errorf("Reconsider: got drift %q, %v; want none", drift, err)
 	}
 }
 

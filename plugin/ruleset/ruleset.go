@@ -101,8 +101,8 @@ type Ruleset struct {
 	// Ports are the ports that captured connections are redirected to; zero means DefaultPorts. They never change while
 	// the pod lives, since its listeners have them.
 	Ports Ports `json:"ports,omitzero"`
-	// KeepOlder lets connections go on that are older than the rules, for a pod that ran before it was captured. Only
-	// its SYNs are captured and stopped then.
+	// KeepOlder lets connections go on that are older than the rules, for a pod that ran before it was captured, or was
+	// captured by a version without the wall. Only its SYNs are captured and stopped then.
 	KeepOlder bool `json:"keepOlder,omitempty"`
 }
 
@@ -124,11 +124,15 @@ func (r Ruleset) CapturePorts() Ports {
 	}
 }
 
+// wallRevision is the first Revision with the wall. Connections that rules of an earlier one let out have no mark.
+const wallRevision = 3
+
 // Inherit returns r with the properties of previous that never change while the pod lives. previous is the ruleset that
 // is installed in the netns, or nil.
 func (r Ruleset) Inherit(previous *Installed) Ruleset {
 	if previous != nil {
-		r.Ports, r.KeepOlder = previous.Ruleset.Ports, previous.Ruleset.KeepOlder
+		r.Ports = previous.Ruleset.Ports
+		r.KeepOlder = previous.Ruleset.KeepOlder || previous.Revision < wallRevision
 	}
 	return r
 }
