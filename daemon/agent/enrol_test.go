@@ -327,7 +327,7 @@ func TestLongWaitsAreReported(t *testing.T) {
 func TestNodeIsNotEnrolled(t *testing.T) {
 	t.Parallel()
 	node := testbed.NewHost(t, "node")
-	const ip = "203.0.113.5" // no other test has a pod with this address
+	const ip = "203.0.113.6" // no other test has a pod with this address
 	node.IP("link", "add", "eth0", "type", "veth", "peer", "name", "nowhere")
 	node.IP("addr", "add", ip+"/32", "dev", "eth0")
 	o := newOrchestrator()

@@ -19,7 +19,7 @@ import (
 const (
 	// roundInterval is the time between looks at one netns after the other. They find changes that the kernel does not
 	// report, which are those of the legacy iptables tools.
-	roundInterval = 2 * time.Second
+	roundInterval = 5 * time.Second
 	// countInterval is the time between looks at the counters of countAtOnce walls. A look takes some tenths of a
 	// millisecond, so on a full node the daemon looks less often at each wall, and not longer.
 	countInterval, countAtOnce = time.Second, 4
