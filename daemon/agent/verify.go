@@ -196,12 +196,12 @@ func (a *Agent) knowBridges(r attach.Record) error {
 
 // causes describes why packets were stopped. QUIC is none of them: it is rejected all the time, and clients use TCP.
 var causes = map[ruleset.Cause]string{
-	ruleset.CausePod: around + "a process in the pod, by a raw socket or on a connection that the kernel's connection " +
-		"tracking does not know",
+	ruleset.CausePod: around + "a process in the pod, by a raw socket or on a connection that the kernel's " +
+		"connection tracking does not know",
 	ruleset.CauseNested: around + "a container nested in the pod",
 	ruleset.CausePacket: around + "a packet socket, or a network stack of its own such as gVisor's or Kata's",
-	ruleset.CauseOther: "packets that are neither TCP nor allowed DNS were rejected, by capture.other or the annotation " +
-		attach.AnnotationPrefix + "other",
+	ruleset.CauseOther: "packets that are neither TCP nor allowed DNS were rejected, by capture.other or the " +
+		"annotation " + attach.AnnotationPrefix + "other",
 }
 
 const around = "packets were stopped that would have left the pod around the proxy. The likely sender: "

@@ -244,8 +244,8 @@ func TestSyncLetsNetnsGo(t *testing.T) {
 	w.Sync(map[attach.NetnsID]string{ids[1]: kept.Path()})
 	testbed.Eventually(t, "the netns ends, and its link with it", func() bool {
 		_, err := node.TryExec("ip", "link", "show", "peer")
-		_, failed := err.(*exec.ExitError)
-		return failed
+		var failed *exec.ExitError // TryExec also fails if the program cannot be started
+		return errors.As(err, &failed)
 	})
 	if got := w.Next(&Round{}, 10); !slices.Equal(got, ids[1:]) {
 		t.Errorf("still watched: %v, want %v", got, ids[1:])
