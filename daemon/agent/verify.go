@@ -11,6 +11,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/netns"
+	"github.com/sluice-cni/sluice/daemon/watch"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -18,9 +19,10 @@ import (
 const (
 	// roundInterval is the time between looks at one netns after the other. They find changes that the kernel does not
 	// report, which are those of the legacy iptables tools.
-	roundInterval = 2 * time.Second
-	// countInterval is the time between looks at the counters of all walls.
-	countInterval = 5 * time.Second
+	roundInterval = 5 * time.Second
+	// countInterval is the time between looks at the counters of countAtOnce walls. A look takes some tenths of a
+	// millisecond, so on a full node the daemon looks less often at each wall, and not longer.
+	countInterval, countAtOnce = time.Second, 4
 	// undoneOften is how many times rules are restored within undoneWithin before the pod is said to undo them.
 	undoneOften, undoneWithin = 3, 10 * time.Minute
 )
@@ -28,8 +30,10 @@ const (
 // verifier keeps the rules of captured pods as they were installed.
 type verifier struct {
 	restored map[attach.NetnsID][]time.Time // when rules were restored, as far as undoneWithin ago
-	round    time.Time                      // of the last look at one netns
-	counted  time.Time                      // of the last look at the counters
+	looked   time.Time                      // of the last look at one netns
+	looks    watch.Round
+	counted  time.Time // of the last look at counters
+	counts   watch.Round
 }
 
 // watched syncs the watched netns with the captured ones.
@@ -50,10 +54,12 @@ func (a *Agent) verifyChanged(ctx context.Context, now time.Time) {
 	a.watched()
 	maps.DeleteFunc(a.verifier.restored, func(id attach.NetnsID, _ []time.Time) bool { return a.table.Get(id) == nil })
 	all := a.watch.Take(now)
-	if now.Sub(a.verifier.round).Abs() >= roundInterval {
-		a.verifier.round = now
-		if id, ok := a.watch.Round(); ok && a.isLegacy(id) && !slices.Contains(all, id) {
-			all = append(all, id)
+	if now.Sub(a.verifier.looked).Abs() >= roundInterval {
+		a.verifier.looked = now
+		for _, id := range a.watch.Next(&a.verifier.looks, 1) {
+			if a.isLegacy(id) && !slices.Contains(all, id) {
+				all = append(all, id)
+			}
 		}
 	}
 	for _, id := range all {
@@ -64,7 +70,11 @@ func (a *Agent) verifyChanged(ctx context.Context, now time.Time) {
 	}
 	if now.Sub(a.verifier.counted).Abs() >= countInterval {
 		a.verifier.counted = now
-		a.Count()
+		for _, id := range a.watch.Next(&a.verifier.counts, countAtOnce) {
+			if e := a.table.Get(id); e != nil {
+				a.count(e)
+			}
+		}
 	}
 }
 
@@ -141,6 +151,7 @@ func (a *Agent) restore(
 		return fmt.Errorf("restoring rules that were changed (%s): %w", drift[0], err)
 	}
 	a.restored.Add(1)
+	a.count(e) // the counters of a wall that was restored begin anew
 	times := slices.DeleteFunc(a.verifier.restored[e.ID], func(t time.Time) bool { return now.Sub(t) > undoneWithin })
 	times = append(times, now)
 	a.verifier.restored[e.ID] = times
@@ -198,24 +209,29 @@ const around = "packets were stopped that would have left the pod around the pro
 // Count reads the counters of all walls, and reports the first packets of each cause on its pod.
 func (a *Agent) Count() {
 	for _, e := range a.table.All() {
-		in := e.Installed()
-		if in == nil {
+		a.count(e)
+	}
+}
+
+// count is Count for one netns.
+func (a *Agent) count(e *endpoint.Endpoint) {
+	in := e.Installed()
+	if in == nil {
+		return
+	}
+	first, err := a.watch.Count(e.ID, *in)
+	if err != nil {
+		a.log.Debug("the counters of a wall cannot be read", "netnsID", e.ID.String(), "err", err)
+	}
+	e.SetStopped(a.watch.Stopped(e.ID))
+	for _, cause := range first {
+		text, ok := causes[cause]
+		if !ok {
 			continue
 		}
-		first, err := a.watch.Count(e.ID, *in)
-		if err != nil {
-			a.log.Debug("the counters of a wall cannot be read", "netnsID", e.ID.String(), "err", err)
-		}
-		e.SetStopped(a.watch.Stopped(e.ID))
-		for _, cause := range first {
-			text, ok := causes[cause]
-			if !ok {
-				continue
-			}
-			for _, r := range e.Records() {
-				a.log.Warn("packets of a pod were stopped", "attachment", r.String(), "cause", string(cause))
-				a.orchestrator.Report(r.Pod, true, reasonStopped, text)
-			}
+		for _, r := range e.Records() {
+			a.log.Warn("packets of a pod were stopped", "attachment", r.String(), "cause", string(cause))
+			a.orchestrator.Report(r.Pod, true, reasonStopped, text)
 		}
 	}
 }

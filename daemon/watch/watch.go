@@ -2,7 +2,7 @@
 // counts the packets that their walls have stopped.
 //
 // The kernel reports changes of nftables, of interfaces and of addresses, and the tools of iptables-nft change nftables
-// too. It does not report changes that the legacy tools make; Round is for those.
+// too. It does not report changes that the legacy tools make, nor packets that were stopped; a [Round] is for those.
 package watch
 
 import (
@@ -31,7 +31,6 @@ type Watcher struct {
 	mu      sync.Mutex // guards the fields below; held while the kernel is asked, which takes microseconds
 	netns   map[attach.NetnsID]*netns
 	stopped map[ruleset.Cause]uint64 // by all pods, also by those that are gone
-	last    attach.NetnsID           // of Round
 }
 
 // netns is one netns that is watched.
@@ -176,17 +175,21 @@ func (w *Watcher) Take(now time.Time) []attach.NetnsID {
 	return all
 }
 
-// Round returns the watched netns one after the other, one with each call.
-func (w *Watcher) Round() (id attach.NetnsID, ok bool) {
+// Round goes around the watched netns. The zero value begins with the first one.
+type Round struct{ last attach.NetnsID }
+
+// Next returns the next netns of a round, up to n different ones.
+func (w *Watcher) Next(r *Round, n int) []attach.NetnsID {
 	w.mu.Lock()
-	defer w.mu.Unlock()
 	all := slices.SortedFunc(maps.Keys(w.netns), compare)
+	w.mu.Unlock()
 	if len(all) == 0 {
-		return id, false
+		return nil
 	}
-	i := slices.IndexFunc(all, func(id attach.NetnsID) bool { return compare(id, w.last) > 0 })
-	w.last = all[max(i, 0)]
-	return w.last, true
+	i := max(0, slices.IndexFunc(all, func(id attach.NetnsID) bool { return compare(id, r.last) > 0 }))
+	next := slices.Concat(all[i:], all[:i])[:min(n, len(all))]
+	r.last = next[len(next)-1]
+	return next
 }
 
 func compare(a, b attach.NetnsID) int {

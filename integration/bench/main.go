@@ -24,6 +24,7 @@ var parts = []struct {
 	{"throughput", benchThroughput},
 	{"mitmdump", benchMitmdump},
 	{"sockets", benchSockets},
+	{"wall", benchWall},
 	{"add", benchAdd},
 	{"waiting", benchWaiting},
 	{"pods", benchPods},

@@ -17,27 +17,38 @@ import (
 
 // benchPods measures the daemon on a node with many idle pods: its memory, its CPU time, and its restart.
 func benchPods(b *bench) {
-	count, idle, restarts := 250, 10*time.Second, 5
+	for i, flavour := range testbed.Flavours {
+		b.tb.within(func() { b.podsOf(flavour, i == 0) })
+	}
+}
+
+// podsOf measures the CPU time with pods of one flavour, and the rest if all is true.
+func (b *bench) podsOf(flavour testbed.Flavour, all bool) {
+	count, settle, idle, restarts := 250, 10*time.Second, time.Minute, 5
 	if b.short {
-		count, idle, restarts = 20, 2*time.Second, 2
+		count, settle, idle, restarts = 20, 3*time.Second, 2*time.Second, 2
 	}
 	n := b.newNode()
 	d := n.StartDaemon()
-	b.progress("%d pods", count)
-	pods := b.addMany(n, count)
+	b.progress("%d pods, %s", count, flavour.Name)
+	pods := b.addMany(n, count, flavour)
 	figureOf := func(name string, value float64, unit string) result {
 		return measured("pods", fmt.Sprintf("%d pods: %s", count, name), value, unit)
 	}
 
-	time.Sleep(3 * time.Second) // the daemon finishes the work that the ADDs have caused
-	down := b.cpu(d.Program, idle)
 	proxy := b.startConnectproxy(n)
-	time.Sleep(time.Second)
-	up := b.cpu(d.Program, idle)
+	time.Sleep(settle) // the daemon finishes the work that the ADDs have caused
+	atRest := func(name string) {
+		b.add(figureOf("idle CPU, "+name, b.cpu(d.Program, idle), "% of a core").atMost(0.5))
+	}
+	atRest(flavour.Name + ", upstream up")
+	if !all {
+		return
+	}
 	b.add(figureOf("memory", b.rss(d.Program)/(1<<20), "MiB").atMost(64))
-	b.add(figureOf("idle CPU, upstream up", up, "% of a core").atMost(0.5))
-	b.add(figureOf("idle CPU, upstream down", down, "% of a core").atMost(0.5))
 	proxy.Kill()
+	time.Sleep(time.Second)
+	atRest(flavour.Name + ", upstream down")
 
 	var took []float64
 	for range restarts {
@@ -51,12 +62,13 @@ func benchPods(b *bench) {
 		beside("maximum", quantile(took, 1), "s").beside("memory afterwards", b.rss(d.Program)/(1<<20), "MiB"))
 }
 
-// addMany creates pods whose netns have no link, and runs the plugin's ADD for each.
-func (b *bench) addMany(n *testbed.Node, count int) []*testbed.Pod {
+// addMany creates pods, each with an interface whose other end is in the pod too, and runs the plugin's ADD for each.
+func (b *bench) addMany(n *testbed.Node, count int, flavour testbed.Flavour) []*testbed.Pod {
+	const address = "10.88.0.200/16"
 	conf, err := json.Marshal(map[string]any{
 		"cniVersion": "1.0.0", "name": "pods", "type": "sluice",
-		"agentSocket": n.AgentSocket(), "stateDir": n.StateDir(),
-		"prevResult": map[string]any{"cniVersion": "1.0.0", "ips": []map[string]string{{"address": "10.88.0.200/16"}}},
+		"agentSocket": n.AgentSocket(), "stateDir": n.StateDir(), "backend": flavour.Backend,
+		"prevResult": map[string]any{"cniVersion": "1.0.0", "ips": []map[string]string{{"address": address}}},
 	})
 	b.tb.must(err, "configuration")
 	pods := make([]*testbed.Pod, count)
@@ -65,7 +77,11 @@ func (b *bench) addMany(n *testbed.Node, count int) []*testbed.Pod {
 	for range 4 {
 		wg.Go(func() {
 			for i := range todo {
-				pods[i] = n.NewPod(fmt.Sprint("pod", i))
+				p := n.NewPod(fmt.Sprint("pod", i))
+				p.IP("link", "add", "eth0", "up", "type", "veth", "peer", "name", "other")
+				p.IP("addr", "add", address, "dev", "eth0")
+				flavour.Prepare(p)
+				pods[i] = p
 				b.runPlugin(n, filepath.Join(b.bin, "sluice"), "ADD", pods[i], conf)
 			}
 		})
@@ -75,6 +91,11 @@ func (b *bench) addMany(n *testbed.Node, count int) []*testbed.Pod {
 	}
 	close(todo)
 	wg.Wait()
+	for _, r := range n.Records() {
+		if r.Installed == nil || r.Installed.Backend != flavour.Name {
+			b.tb.Fatalf("%s is not captured with %s", r.Attachment, flavour.Name)
+		}
+	}
 	return pods
 }
 
@@ -106,7 +127,8 @@ func (b *bench) listening(d *testbed.Daemon, pods []*testbed.Pod) {
 	}
 }
 
-// cpu measures for a duration the share of one core that a program uses, in percent.
+// cpu measures for a duration the share of one core that a program and the programs that it starts use, in
+// percent.
 func (b *bench) cpu(p *testbed.Program, d time.Duration) float64 {
 	b.progress("idle for %s", d)
 	before, start := b.ticks(p), time.Now()
@@ -115,16 +137,20 @@ func (b *bench) cpu(p *testbed.Program, d time.Duration) float64 {
 	return 100 * (b.ticks(p) - before) / hertz / time.Since(start).Seconds()
 }
 
-// ticks returns the CPU time of a program in clock ticks: utime and stime of proc(5).
+// ticks returns the CPU time of a program in clock ticks: utime, stime, cutime and cstime of proc(5).
 func (b *bench) ticks(p *testbed.Program) float64 {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.Pid()))
 	b.tb.must(err, "CPU time")
 	_, rest, _ := strings.Cut(string(data), ") ")
 	fields := strings.Fields(rest) // begins with the third field, state
-	if len(fields) < 13 {
+	if len(fields) < 15 {
 		b.tb.Fatalf("/proc/%d/stat has too few fields: %s", p.Pid(), data)
 	}
-	utime, _ := strconv.Atoi(fields[11])
-	stime, _ := strconv.Atoi(fields[12])
-	return float64(utime + stime)
+	var sum float64
+	for _, f := range fields[11:15] {
+		t, err := strconv.Atoi(f)
+		b.tb.must(err, "CPU time")
+		sum += float64(t)
+	}
+	return sum
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
@@ -106,10 +107,10 @@ func (b *bench) throughput(sides []side, load relayLoad, w way) [][]float64 {
 func (b *bench) latency(sides []side, load relayLoad) [][]float64 {
 	return b.takeTurns(sides, load.rounds, "connect and echo", func(s side) (float64, error) {
 		var took []float64
-		err := s.pod.Do(func() error {
+		err := s.from.Do(func() error {
 			for range load.echoes {
 				start := time.Now()
-				c, err := dial(s.proxy, server)
+				c, err := dial(s.proxy, s.to)
 				if err != nil {
 					return err
 				}
@@ -129,19 +130,29 @@ func (b *bench) latency(sides []side, load relayLoad) [][]float64 {
 	})
 }
 
-// takeTurns measures every side once in each round and returns the values for each side and round. A first round for
-// warm-up is not counted.
+// takeTurns measures every side once in each round and returns the values for each side and round. Every second round
+// goes backwards, so that a machine that becomes faster or slower favours no side. A first round for warm-up is not
+// counted.
 func (b *bench) takeTurns(sides []side, rounds int, name string, measure func(side) (float64, error)) [][]float64 {
 	b.progress("%s, %d rounds", name, rounds)
 	got := make([][]float64, len(sides))
+	order := make([]int, len(sides))
+	for i := range order {
+		order[i] = i
+	}
 	for round := range rounds + 1 {
-		for i, s := range sides {
+		for _, i := range order {
+			s := sides[i]
+			if s.ready != nil {
+				s.ready()
+			}
 			v, err := measure(s)
 			b.tb.must(err, fmt.Sprintf("%s, %s", name, s.name))
 			if round > 0 {
 				got[i] = append(got[i], v)
 			}
 		}
+		slices.Reverse(order)
 	}
 	return got
 }

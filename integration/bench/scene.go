@@ -40,11 +40,13 @@ func (b *bench) startConnectproxy(n *testbed.Node) *testbed.Program {
 	return p
 }
 
-// side is one way to reach the server.
+// side is one way to reach a server.
 type side struct {
 	name  string
-	pod   *testbed.Pod
+	from  *testbed.Host // the netns of the client
+	to    netip.AddrPort
 	proxy netip.AddrPort // the proxy that the client uses explicitly, if valid
+	ready func()         // if it is not nil, it is called before each measurement
 }
 
 // The indices of the sides of a comparison.
@@ -62,7 +64,7 @@ func (b *bench) newSides(n *testbed.Node, withRedsocks bool) []side {
 	if withRedsocks {
 		pod := b.addUncaptured(n, "redsocks")
 		b.startRedsocks(n, pod)
-		sides = append(sides, side{name: "redsocks", pod: pod})
+		sides = append(sides, side{name: "redsocks", from: pod.Host, to: server})
 	}
 	for _, s := range sides {
 		b.tb.must(s.do(echo), "first connection of "+s.name)
@@ -73,8 +75,8 @@ func (b *bench) newSides(n *testbed.Node, withRedsocks bool) []side {
 // sidesOf creates the captured pod and the pod that uses the proxy explicitly.
 func (b *bench) sidesOf(n *testbed.Node) []side {
 	return []side{
-		{name: "sluice", pod: n.AddPod("captured")},
-		{name: "explicit", pod: b.addUncaptured(n, "explicit"), proxy: proxyOnBridge},
+		{name: "sluice", from: n.AddPod("captured").Host, to: server},
+		{name: "explicit", from: b.addUncaptured(n, "explicit").Host, to: server, proxy: proxyOnBridge},
 	}
 }
 
@@ -109,10 +111,10 @@ redsocks { local_ip = 127.0.0.1; local_port = %s; ip = %s; port = %d; type = htt
 	})
 }
 
-// do runs f in the pod with a new connection to the server.
+// do runs f in the client's netns with a new connection to the server.
 func (s side) do(f func(conn) error) error {
-	return s.pod.Do(func() error {
-		c, err := dial(s.proxy, server)
+	return s.from.Do(func() error {
+		c, err := dial(s.proxy, s.to)
 		if err != nil {
 			return err
 		}
