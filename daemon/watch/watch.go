@@ -10,12 +10,12 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"os"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/containernetworking/plugins/pkg/ns"
-	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -26,16 +26,18 @@ import (
 type Watcher struct {
 	log     *slog.Logger
 	changed chan struct{}
-	readers sync.WaitGroup
+	reader  sync.WaitGroup
 
 	mu      sync.Mutex // guards the fields below; held while the kernel is asked, which takes microseconds
+	epoll   *os.File   // of the sockets of all netns; nil while none is watched
 	netns   map[attach.NetnsID]*netns
+	sockets map[int32]*netns         // each netns by its sockets
 	stopped map[ruleset.Cause]uint64 // by all pods, also by those that are gone
 }
 
 // netns is one netns that is watched.
 type netns struct {
-	events   []*netlink.Conn
+	events   []int // sockets that get events
 	counters *ruleset.Counters
 
 	// Guarded by Watcher.mu.
@@ -49,7 +51,7 @@ type netns struct {
 func New(log *slog.Logger) *Watcher {
 	return &Watcher{
 		log: log, changed: make(chan struct{}, 1),
-		netns: map[attach.NetnsID]*netns{}, stopped: map[ruleset.Cause]uint64{},
+		netns: map[attach.NetnsID]*netns{}, sockets: map[int32]*netns{}, stopped: map[ruleset.Cause]uint64{},
 	}
 }
 
@@ -60,6 +62,9 @@ func (w *Watcher) Sync(paths map[attach.NetnsID]string) {
 	for id, n := range w.netns {
 		if _, ok := paths[id]; !ok {
 			delete(w.netns, id)
+			for _, fd := range n.events {
+				delete(w.sockets, int32(fd))
+			}
 			n.close()
 		}
 	}
@@ -68,22 +73,55 @@ func (w *Watcher) Sync(paths map[attach.NetnsID]string) {
 			continue
 		}
 		n, err := open(path)
+		if err == nil {
+			err = w.addLocked(n)
+		}
 		if err != nil { // gone meanwhile, most likely
 			w.log.Debug("a netns cannot be watched", "netns", path, "err", err)
 			continue
 		}
 		w.netns[id] = n
-		for _, c := range n.events {
-			w.readers.Go(func() { w.read(n, c) })
-		}
 		w.noteLocked(n)
 	}
+}
+
+// addLocked begins to wait for the events of n. One goroutine waits for those of all netns: with one for each, the
+// garbage collector would look at hundreds of stacks.
+func (w *Watcher) addLocked(n *netns) error {
+	if w.epoll == nil {
+		fd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+		if err == nil {
+			err = unix.SetNonblock(fd, true) // so that package os waits for it
+		}
+		if err != nil {
+			n.close()
+			return fmt.Errorf("epoll: %w", err)
+		}
+		w.epoll = os.NewFile(uintptr(fd), "epoll")
+		epoll := w.epoll
+		w.reader.Go(func() { w.wait(epoll) })
+	}
+	for _, fd := range n.events {
+		e := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(fd)}
+		if err := unix.EpollCtl(int(w.epoll.Fd()), unix.EPOLL_CTL_ADD, fd, &e); err != nil {
+			n.close()
+			return fmt.Errorf("epoll: %w", err)
+		}
+		w.sockets[int32(fd)] = n
+	}
+	return nil
 }
 
 // Close ends watching.
 func (w *Watcher) Close() {
 	w.Sync(nil)
-	w.readers.Wait()
+	w.mu.Lock()
+	if w.epoll != nil {
+		_ = w.epoll.Close() // ends the reader
+		w.epoll = nil
+	}
+	w.mu.Unlock()
+	w.reader.Wait()
 }
 
 // groups are the events that matter: those of nftables (linux/netfilter/nfnetlink.h), and of interfaces and addresses.
@@ -99,11 +137,14 @@ func open(path string) (*netns, error) {
 			return err
 		}
 		for family, group := range groups {
-			c, err := netlink.Dial(family, &netlink.Config{Groups: group})
+			fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, family)
 			if err != nil {
 				return fmt.Errorf("listening to events: %w", err)
 			}
-			n.events = append(n.events, c)
+			n.events = append(n.events, fd)
+			if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: group}); err != nil {
+				return fmt.Errorf("listening to events: %w", err)
+			}
 		}
 		return nil
 	})
@@ -114,26 +155,52 @@ func open(path string) (*netns, error) {
 	return n, nil
 }
 
-// close ends the readers of n.
+// close closes the sockets, which also ends waiting for them.
 func (n *netns) close() {
-	for _, c := range n.events {
-		_ = c.Close() // nothing was written
+	for _, fd := range n.events {
+		_ = unix.Close(fd) // nothing was written
 	}
 	if n.counters != nil {
 		_ = n.counters.Close()
 	}
 }
 
-// read notes changes until the connection is closed.
-func (w *Watcher) read(n *netns, c *netlink.Conn) {
+// wait notes changes until epoll is closed.
+func (w *Watcher) wait(epoll *os.File) {
+	raw, err := epoll.SyscallConn()
+	if err != nil {
+		return // closed already
+	}
+	events := make([]unix.EpollEvent, 64)
 	for {
-		_, err := c.Receive()
-		if err != nil && !errors.Is(err, unix.ENOBUFS) { // events were lost: something has changed
+		ready := 0
+		err := raw.Read(func(fd uintptr) bool {
+			n, err := unix.EpollWait(int(fd), events, 0)
+			ready = max(n, 0)
+			return ready > 0 || err != nil && !errors.Is(err, unix.EINTR)
+		})
+		if err != nil {
 			return
 		}
 		w.mu.Lock()
-		w.noteLocked(n)
+		for _, e := range events[:ready] {
+			if n := w.sockets[e.Fd]; n != nil {
+				drain(int(e.Fd))
+				w.noteLocked(n)
+			}
+		}
 		w.mu.Unlock()
+	}
+}
+
+// drain takes all events from a socket. Their content does not matter.
+func drain(fd int) {
+	var b [1]byte
+	for {
+		_, _, err := unix.Recvfrom(fd, b[:], unix.MSG_DONTWAIT|unix.MSG_TRUNC)
+		if err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) { // events were lost: go on
+			return
+		}
 	}
 }
 
