@@ -182,11 +182,14 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 // carryOut installs the ruleset, then writes the record: a record never claims rules that are not installed. It
 // announces them first, so that DEL finds them if this process is killed in between.
 func (a *addition) carryOut(ctx context.Context, d attach.Decision) error {
-	release, err := attach.LockNetns(ctx, a.record.Netns) // the daemon restores rules that differ from the record
-	if err != nil {
+	// The daemon restores rules that differ from the record. Without a lock, as on a full disk, the record fails as well.
+	release, err := a.store.Lock(ctx, a.record.NetnsID)
+	if errors.Is(err, attach.ErrBusy) {
 		return err
 	}
-	defer release()
+	if err == nil {
+		defer release()
+	}
 	if d.Capture {
 		if err := a.announce(); err != nil {
 			return err
@@ -262,6 +265,18 @@ func (a *addition) undo(ctx context.Context) error {
 	// The error to undo may be the end of ctx.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), callTimeout)
 	defer cancel()
+	if err := a.undoLocked(ctx); err != nil || a.earlier != nil {
+		return err
+	}
+	return detach(ctx, a.daemon, a.record.ID) // after the record, as in del
+}
+
+// undoLocked restores the rules and the record. The daemon does not change them meanwhile.
+func (a *addition) undoLocked(ctx context.Context) error {
+	defer lock(ctx, a.store, a.record.ID, a.record.Netns)()
+	if a.recorded && a.previous == nil {
+		announce(a.store, a.record)
+	}
 	if err := a.undoRules(ctx); err != nil {
 		return err
 	}
@@ -271,8 +286,7 @@ func (a *addition) undo(ctx context.Context) error {
 	case a.earlier != nil:
 		return nil
 	}
-	// The record first, as in del.
-	return errors.Join(a.store.Remove(a.record.ID), detach(ctx, a.daemon, a.record.ID))
+	return a.store.Remove(a.record.ID)
 }
 
 func (a *addition) undoRules(ctx context.Context) error {

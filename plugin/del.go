@@ -41,7 +41,7 @@ func del(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) er
 
 // removeAttachment removes the rules of an attachment and its record. The daemon does not change the rules meanwhile.
 func removeAttachment(ctx context.Context, store attach.Store, id attach.ID, netns string) error {
-	defer lock(ctx, id, netns)()
+	defer lock(ctx, store, id, netns)()
 	record, err := store.Read(id)
 	switch {
 	case err == nil:
@@ -60,11 +60,14 @@ func removeAttachment(ctx context.Context, store attach.Store, id attach.ID, net
 }
 
 // lock keeps the daemon from restoring rules while they are removed. A netns that is gone needs no lock.
-func lock(ctx context.Context, id attach.ID, netns string) (release func()) {
-	if netns == "" {
+func lock(ctx context.Context, store attach.Store, id attach.ID, path string) (release func()) {
+	if path == "" {
 		return func() {}
 	}
-	release, err := attach.LockNetns(ctx, netns)
+	netns, err := attach.IdentifyNetns(path)
+	if err == nil {
+		release, err = store.Lock(ctx, netns)
+	}
 	if err == nil {
 		return release
 	}

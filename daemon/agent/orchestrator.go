@@ -32,6 +32,7 @@ const (
 	reasonStopped     = "SluiceStopped"
 	reasonRestored    = "SluiceRulesRestored"
 	reasonUndone      = "SluiceRulesUndone"
+	reasonNotVerified = "SluiceRulesNotVerified"
 )
 
 // events reports to the orchestrator, and leaves out repetitions.

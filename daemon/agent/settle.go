@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
-	"time"
 
 	"github.com/sluice-cni/sluice/daemon/conntrack"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
@@ -60,7 +59,7 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	if isSettled(r, d) {
 		return nil
 	}
-	unlock, err := lockNetns(ctx, r)
+	unlock, err := s.store.Lock(ctx, r.NetnsID)
 	if err != nil {
 		return err
 	}
@@ -169,7 +168,7 @@ func (s *settler) removeRules(ctx context.Context, e *endpoint.Endpoint, r attac
 	if r.Installed == nil {
 		return nil
 	}
-	unlock, err := lockNetns(ctx, r)
+	unlock, err := s.store.Lock(ctx, r.NetnsID)
 	if err != nil {
 		return err
 	}
@@ -183,16 +182,6 @@ func (s *settler) removeRules(ctx context.Context, e *endpoint.Endpoint, r attac
 	r.Installed = nil
 	e.Add(r)
 	return s.store.Write(r)
-}
-
-// lockTimeout bounds how long the daemon waits for a plugin that changes the same rules.
-const lockTimeout = 5 * time.Second
-
-// lockNetns keeps the plugin from changing the rules of an attachment and its record.
-func lockNetns(ctx context.Context, r attach.Record) (unlock func(), err error) {
-	ctx, cancel := context.WithTimeout(ctx, lockTimeout)
-	defer cancel()
-	return attach.LockNetns(ctx, r.Netns)
 }
 
 // isEnding reports whether a DEL has begun to remove the attachment, or has removed it.

@@ -100,13 +100,13 @@ func (a *Agent) verify(ctx context.Context, id attach.NetnsID, now time.Time) {
 	if len(known) == 0 {
 		return
 	}
-	release, err := attach.TryLockNetns(known[0].Netns)
-	if errors.Is(err, attach.ErrNetnsBusy) {
-		a.watch.Again(id)
-		return
-	}
+	release, err := a.store.TryLock(id)
 	if err != nil {
-		return // gone
+		a.watch.Again(id)
+		if !errors.Is(err, attach.ErrBusy) {
+			a.recordTrouble(known[0], fmt.Errorf("its rules cannot be verified: %w", err))
+		}
+		return
 	}
 	defer release()
 	records := a.stored(known)
@@ -115,24 +115,29 @@ func (a *Agent) verify(ctx context.Context, id attach.NetnsID, now time.Time) {
 	}
 	r := records[0]
 	drift, err := r.Installed.Check(ctx, r.Netns)
-	if err == nil {
-		err = a.knowBridges(r)
-	}
 	if err == nil && len(drift) > 0 {
 		err = a.restore(ctx, e, records, drift, now)
 	}
+	if err == nil {
+		err = a.knowBridges(r)
+	}
 	if err != nil {
+		a.watch.Again(id)
 		a.recordTrouble(r, fmt.Errorf("its rules cannot be verified: %w", err))
+		a.events.report(r.Pod, true, reasonNotVerified, fmt.Sprintf("the pod's rules cannot be verified: %s", err))
 	}
 }
 
 // stored reads the records of those attachments whose rules are installed. It returns none if the plugin changes the
-// rules: an ADD or a DEL has begun, or was killed.
+// rules: an ADD or a DEL has begun, or was killed. Nor does it if the rules are those of another version: to replace them
+// is the settler's business.
 func (a *Agent) stored(known []attach.Record) (records []attach.Record) {
 	for _, k := range known {
 		r, err := a.store.Read(k.ID)
 		switch {
 		case err != nil || r.State == attach.Adding || r.State == attach.Removing:
+			return nil
+		case r.Installed != nil && r.Installed.Revision != ruleset.Revision:
 			return nil
 		case r.Installed != nil:
 			records = append(records, r)
@@ -163,7 +168,7 @@ func (a *Agent) restore(
 			"and while they are missing its connections fail; the last change: %s",
 			len(times), undoneWithin, summary(drift))
 	}
-	a.log.Warn("rules were restored", "attachment", first.String(), "drift", strings.Join(drift, "; "))
+	a.log.Warn("rules were restored", "attachment", first.String(), "drift", summary(drift))
 	for _, r := range records {
 		if len(times) <= undoneOften { // then it has been said
 			a.orchestrator.Report(r.Pod, true, reason, text)

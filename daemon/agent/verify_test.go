@@ -119,7 +119,7 @@ func TestEndingAttachmentsAreNotRestored(t *testing.T) {
 func TestBusyNetnsIsVerifiedLater(t *testing.T) {
 	t.Parallel()
 	v := newVerified(t, "nftables")
-	release, err := attach.LockNetns(t.Context(), v.Path())
+	release, err := v.agent.store.Lock(t.Context(), v.record.NetnsID)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -113,8 +113,8 @@ func shortcomings(in ruleset.Installed) (notes []string) {
 			"has forgotten, and packet sockets, go around the upstream")
 	}
 	if in.Ruleset.KeepOlder {
-		notes = append(notes, "captured while it ran, or by a version without the wall: older connections go on around "+
-			"the upstream, and of TCP only SYNs are stopped")
+		notes = append(notes, "captured while it ran, or by a version without the wall: older connections go on "+
+			"around the upstream, and of TCP only SYNs are stopped")
 	}
 	return notes
 }

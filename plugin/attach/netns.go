@@ -1,11 +1,9 @@
 package attach
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os"
-	"time"
 
 	"github.com/containernetworking/plugins/pkg/ns"
 	"golang.org/x/sys/unix"
@@ -91,41 +89,4 @@ func gone(err error) error {
 		return fmt.Errorf("%w: %w", ErrNetnsGone, err)
 	}
 	return err
-}
-
-// ErrNetnsBusy is the error of TryLockNetns while another process changes the rules in the netns.
-var ErrNetnsBusy = errors.New("another process changes its rules")
-
-// TryLockNetns keeps other processes from changing the rules in the netns at path until release is called, or this
-// process ends. The lock belongs to the netns itself, not to a file of sluice, so nothing is left of it.
-func TryLockNetns(path string) (release func(), err error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("locking netns %s: %w", path, gone(err))
-	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = ErrNetnsBusy
-		}
-		return nil, errors.Join(fmt.Errorf("locking netns %s: %w", path, err), f.Close())
-	}
-	return func() { _ = f.Close() }, nil // closing releases it
-}
-
-// lockRetry is the time between attempts to lock a netns.
-const lockRetry = 2 * time.Millisecond
-
-// LockNetns is TryLockNetns that waits until ctx ends.
-func LockNetns(ctx context.Context, path string) (release func(), err error) {
-	for {
-		release, err = TryLockNetns(path)
-		if !errors.Is(err, ErrNetnsBusy) {
-			return release, err
-		}
-		select {
-		case <-time.After(lockRetry):
-		case <-ctx.Done():
-			return nil, err
-		}
-	}
 }

@@ -1,7 +1,6 @@
 package attach_test
 
 import (
-	"context"
 	"errors"
 	"os"
 	"path/filepath"
@@ -116,37 +115,5 @@ func TestIdentifyNetnsGone(t *testing.T) {
 	}
 	if _, err := attach.StatNetns(h.Path()); !errors.Is(err, attach.ErrNetnsGone) {
 		t.Errorf("StatNetns of a deleted one: got %v, want ErrNetnsGone", err)
-	}
-}
-
-func TestLockNetns(t *testing.T) {
-	t.Parallel()
-	h := testbed.NewHost(t, "locked")
-	release, err := attach.LockNetns(t.Context(), h.Path())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := attach.TryLockNetns(h.Path()); !errors.Is(err, attach.ErrNetnsBusy) {
-		t.Errorf("locked twice: got %v, want %v", err, attach.ErrNetnsBusy)
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	if _, err := attach.LockNetns(ctx, h.Path()); !errors.Is(err, attach.ErrNetnsBusy) {
-		t.Errorf("waiting until the end of the context: got %v, want %v", err, attach.ErrNetnsBusy)
-	}
-	other, err := attach.TryLockNetns(testbed.NewHost(t, "other").Path())
-	if err != nil {
-		t.Errorf("another netns: %v", err)
-	} else {
-		other()
-	}
-	release()
-	release, err = attach.TryLockNetns(h.Path())
-	if err != nil {
-		t.Fatalf("after the release: %v", err)
-	}
-	release()
-	if _, err := attach.TryLockNetns("/run/netns/there-is-none"); !errors.Is(err, attach.ErrNetnsGone) {
-		t.Errorf("no netns: got %v, want %v", err, attach.ErrNetnsGone)
 	}
 }

@@ -120,7 +120,7 @@ func Apply(ctx context.Context, netns string, r Ruleset, name string, previous *
 		return Installed{}, fmt.Errorf("ruleset: %w", err)
 	}
 	if previous != nil {
-		name = previous.Backend // replaced in place: there is no moment without capture
+		name, r = previous.Backend, r.Inherit(previous) // replaced in place: there is no moment without capture
 	}
 	var installed Installed
 	err := within(netns, func() (err error) {
@@ -141,8 +141,12 @@ func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed)
 		return Installed{}, err
 	}
 	// The wall comes first. Until the other rules are there it drops SYNs, which the clients send again.
-	if in.Wall, err = raiseWall(r, in.Interfaces, previous); err != nil {
-		return Installed{}, err
+	var wallErr error
+	if in.Wall, wallErr = raiseWall(r, in.Interfaces, previous); wallErr != nil {
+		if previous == nil {
+			return Installed{}, wallErr
+		}
+		in.Wall = previous.Wall // the other rules are brought in line all the same
 	}
 	var failures []error
 	// The SYN gate, then IPv6, then both are given up only if no backend can install them. applyWith allows IPv6 to
@@ -159,7 +163,7 @@ func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed)
 				err = removeStandIn(ctx, b, in, previous)
 			}
 			if err == nil {
-				return in, nil
+				return in, wallErr
 			}
 			failures = append(failures, fmt.Errorf("%s: %w", b.name(), err))
 			if previous == nil {

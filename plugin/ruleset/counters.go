@@ -92,6 +92,9 @@ func (i Installed) KnowBridges(path string, indices []int) error {
 func addBridges(conn *nftables.Conn, t table, indices []int) error {
 	set := &nftables.Set{Table: nftTable(t), Name: knownBridges, KeyType: nftables.TypeIFIndex}
 	known, err := conn.GetSetElements(set)
+	if errors.Is(err, unix.ENOENT) {
+		return nil // the wall will be restored
+	}
 	if err != nil {
 		return err
 	}

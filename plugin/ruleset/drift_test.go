@@ -163,6 +163,19 @@ var commonDamages = []damage{
 		},
 	},
 	{
+		"the wall sleeps",
+		[]string{"nft add table ip sluice-wall { flags dormant; }"},
+		[]string{"IPv4 table sluice-wall: it has flags, such as dormant"},
+	},
+	{
+		"the wall stands elsewhere",
+		[]string{
+			"nft delete chain ip sluice-wall POSTROUTING", "nft add chain ip sluice-wall POSTROUTING",
+			"nft add rule ip sluice-wall POSTROUTING jump SLUICE_POSTROUTING",
+		},
+		[]string{"IPv4 table sluice-wall chain POSTROUTING: not at its hook"},
+	},
+	{
 		"the wall's hook is deleted",
 		[]string{"nft delete chain netdev sluice-wall EGRESS_eth0"},
 		[]string{

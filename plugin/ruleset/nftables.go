@@ -214,9 +214,20 @@ func (nftablesBackend) check(_ context.Context, _ Family, tables []table) ([]str
 
 // checkTables compares the rules of the netns of conn with tables.
 func checkTables(conn *nftables.Conn, tables []table) ([]string, error) {
-	var drift []string
+	bases, err := conn.ListChains()
+	if err != nil {
+		return nil, fmt.Errorf("listing chains: %w", err)
+	}
+	drift, err := checkFlags(conn, tables)
+	if err != nil {
+		return nil, err
+	}
 	for _, t := range tables {
 		for _, c := range t.chains {
+			if c.hook != "" && slices.ContainsFunc(bases, func(b *nftables.Chain) bool { return isAstray(b, t, c) }) {
+				drift = append(drift, fmt.Sprintf("%s table %s chain %s: not at its hook", t.family, nftTable(t).Name,
+					baseName(t, c)))
+			}
 			d, err := checkChain(conn, t, chainPrefix+c.name, c.rules)
 			if err != nil {
 				return nil, err
@@ -235,6 +246,35 @@ func checkTables(conn *nftables.Conn, tables []table) ([]string, error) {
 	return drift, nil
 }
 
+// checkFlags names the tables that have a flag: one that is dormant has no effect.
+func checkFlags(conn *nftables.Conn, tables []table) (drift []string, err error) {
+	have, err := conn.ListTables()
+	if err != nil {
+		return nil, fmt.Errorf("listing tables: %w", err)
+	}
+	for _, t := range tables {
+		nt := nftTable(t)
+		for _, h := range have {
+			if h.Name == nt.Name && h.Family == nt.Family && h.Flags != 0 {
+				drift = append(drift, fmt.Sprintf("%s table %s: it has flags, such as dormant", t.family, nt.Name))
+			}
+		}
+	}
+	return drift, nil
+}
+
+// isAstray reports whether b has the name of the base chain that leads to c, and is not at its hook.
+func isAstray(b *nftables.Chain, t table, c chain) bool {
+	nt, h := nftTable(t), nftHooks[t.name][c.hook]
+	if b.Table.Name != nt.Name || b.Table.Family != nt.Family || b.Name != baseName(t, c) {
+		return false
+	}
+	return b.Hooknum == nil || *b.Hooknum != *h.hook || b.Priority == nil || *b.Priority != *h.priority || b.Type != h.kind
+}
+
+// tooMany is how many rules more than sluice's are not looked at one by one: a pod could make checking slow.
+const tooMany = 100
+
 func checkChain(conn *nftables.Conn, t table, chain string, rules []rule) ([]string, error) {
 	f, nt := t.family, nftTable(t)
 	where := fmt.Sprintf("%s table %s chain %s", f, nt.Name, chain)
@@ -244,6 +284,9 @@ func checkChain(conn *nftables.Conn, t table, chain string, rules []rule) ([]str
 	}
 	if err != nil {
 		return nil, fmt.Errorf("listing %s: %w", where, err)
+	}
+	if len(have) > len(rules)+tooMany {
+		return []string{fmt.Sprintf("%s: %d rules instead of %d", where, len(have), len(rules))}, nil
 	}
 	// Rules are compared as expressions, and reported as iptables would write them.
 	got := make([]string, len(have))
