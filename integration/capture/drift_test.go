@@ -12,6 +12,7 @@ import (
 func TestRulesAreRestored(t *testing.T) {
 	forWalls(t, "connect", func(t *testing.T, w *walled) {
 		testbed.ServeEcho(w.node)
+		w.pod.IP("link", "add", "docker0", "type", "bridge") // the wall has a set of them
 		testbed.EchoAll(t, 2, 100, w.pod.Host)
 		undo := []string{
 			"nft delete table netdev sluice-wall",
