@@ -18,8 +18,6 @@ type packet struct {
 	hasPorts, hasFlags bool
 	flags              byte
 	numbers            string // sequence and acknowledgement number
-	// How the TCP or UDP is wrapped, for reports.
-	ah, unknownHeader, cutShort, snap bool
 }
 
 // beginsConnection reports whether p is the first segment of a connection.
@@ -37,12 +35,6 @@ const (
 // parse finds the TCP or UDP in a frame. It goes through VLAN tags, MPLS labels, PPPoE, SNAP, IPv4 options and IPv6
 // extension headers, and does not rely on lengths and checksums in the headers: a receiver may ignore them too.
 func parse(frame []byte) packet {
-	p := parseFrame(frame)
-	p.snap = len(frame) > 14 && binary.BigEndian.Uint16(frame[12:]) < etherMin
-	return p
-}
-
-func parseFrame(frame []byte) packet {
 	b, kind := cut(frame, 12)
 	for {
 		var etherType uint16
@@ -161,7 +153,6 @@ func parseIPv6(b []byte) packet {
 				size = (int(b[1]) + 1) * 8
 			}
 		case unix.IPPROTO_AH:
-			p.ah = true
 			if len(b) >= 2 {
 				size = (int(b[1]) + 2) * 4
 			}
@@ -174,9 +165,7 @@ func parseIPv6(b []byte) packet {
 		default:
 			return p.transport(b, src, dst)
 		}
-		p.unknownHeader = p.unknownHeader || p.proto >= headerMobility
 		if size == 0 || p.later && p.proto != unix.IPPROTO_FRAGMENT { // the rest is in another fragment
-			p.cutShort = true
 			p.proto = unix.IPPROTO_TCP // maybe
 			return p.transport(nil, src, dst)
 		}
