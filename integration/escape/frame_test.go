@@ -145,6 +145,7 @@ func parseIPv6(b []byte) packet {
 	p := packet{proto: b[6]}
 	src, dst := netip.AddrFrom16([16]byte(b[8:])), netip.AddrFrom16([16]byte(b[24:]))
 	b = b[40:]
+	routable := true // routers do not look for a route behind a header that is for the destination
 	for {
 		size := 0
 		switch p.proto {
@@ -169,7 +170,8 @@ func parseIPv6(b []byte) packet {
 			p.proto = unix.IPPROTO_TCP // maybe
 			return p.transport(nil, src, dst)
 		}
-		if p.proto == unix.IPPROTO_ROUTING && min(size, len(b)) >= 24 && b[3] > 0 {
+		routable = routable && p.proto < headerMobility
+		if routable && p.proto == unix.IPPROTO_ROUTING && min(size, len(b)) >= 24 && b[3] > 0 {
 			p.final = lastSegment(b[:min(size, len(b))])
 		}
 		p.proto = b[0]

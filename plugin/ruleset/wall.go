@@ -68,7 +68,7 @@ func (r Ruleset) wallOf(f Family) table {
 		r.stop(),
 		r.captureWall(f),
 		r.outbound(f),
-		r.decide(),
+		r.decide(f),
 		leaving(),
 		r.leavingPod(),
 		r.arriving(),
@@ -112,10 +112,16 @@ func leaving() chain {
 	}}
 }
 
+const whyDetour = "a source route: it may end at a captured destination"
+
 // decide returns packets that may leave, the most frequent ones first.
-func (r Ruleset) decide() chain {
+func (r Ruleset) decide(f Family) chain {
+	detour := match{proto: "tcp", detour: true}
+	if f == IPv6 {
+		detour.proto = "" // TCP may follow other headers after the route
+	}
 	c := chain{name: chainDecide, rules: []rule{
-		{match{proto: "tcp", detour: true}, jump(chainStop), "a source route: it may end at a captured destination"},
+		{detour, jump(chainStop), whyDetour},
 		{match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetReturn, "its connection was let out"},
 		{match{proto: "tcp", state: ctReply, answers: true}, targetReturn, "an answer to a connection from outside"},
 		// Only with state NEW: the entry outlives the connection, and its port may get another user.
@@ -125,6 +131,13 @@ func (r Ruleset) decide() chain {
 		c.rules = append(c.rules, rule{
 			match{proto: "tcp", notSYN: true}, targetReturn, "its connection may be older than the capture",
 		})
+	}
+	if f == IPv4 {
+		other := match{notProto: "tcp", detour: true}
+		if r.Other == "" || r.Other == OtherAllow {
+			other = match{proto: "udp", detour: true} // not IGMP, whose packets have an option
+		}
+		c.rules = append(c.rules, rule{other, jump(chainStop), whyDetour})
 	}
 	c.rules = append(c.rules,
 		rule{match{}, jump(chainOutbound), "returns if the destination is excluded"},
@@ -140,7 +153,11 @@ func (r Ruleset) captureWall(f Family) chain {
 		c.rules = append(c.rules, rule{match{proto: header}, jump(chainStop), "TCP may follow this header"})
 	}
 	c.rules = append(c.rules, rule{match{notProto: "tcp"}, targetReturn, "no TCP"})
-	// The ports that are not captured return, and all else is stopped: also a fragment that does not show its ports.
+	if len(r.ExcludePorts)+len(r.IncludePorts) > 0 {
+		// nftables takes other bytes of some fragments for their ports.
+		c.rules = append(c.rules, rule{match{proto: "tcp", fragment: true}, jump(chainStop), "it may not show its ports"})
+	}
+	// The ports that are not captured return, and all else is stopped.
 	for _, p := range r.ExcludePorts {
 		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "excluded port"})
 	}
@@ -151,13 +168,13 @@ func (r Ruleset) captureWall(f Family) chain {
 	return c
 }
 
-// complement returns the ports that are in none of the ranges. If there are no ranges, it returns none.
+// complement returns the ports from 1 that are in none of the ranges. If there are no ranges, it returns none.
 func complement(ranges []PortRange) (rest []PortRange) {
 	if len(ranges) == 0 {
 		return nil
 	}
 	sorted := slices.SortedFunc(slices.Values(ranges), func(a, b PortRange) int { return int(a.First) - int(b.First) })
-	next := 0 // the first port that is in none of the ranges before
+	next := 1 // the first port that is in none of the ranges before
 	for _, p := range sorted {
 		if int(p.First) > next {
 			rest = append(rest, PortRange{uint16(next), p.First - 1})
