@@ -287,6 +287,52 @@ var attempts = []attempt{
 		l.via("raw IPv4", 0, segmentOf(f.captured, f.excluded, ack))
 		l.via("raw IPv4", 0, segmentOf(f.excluded, f.captured, ack))
 	}},
+	{"a connection whose other direction goes to an excluded address", func(l *lab) {
+		for _, f := range l.flows() {
+			for _, p := range [][]byte{
+				segmentOf(f.excluded, f.captured, ack), segmentOf(f.captured, f.excluded, ack),
+			} {
+				l.via(raw(p, " bound to lo"), 0, p) // an entry without masquerading
+				l.via(raw(p, ""), 0, p)
+			}
+			p := segmentOf(f.excluded, f.captured, ack)
+			l.via(raw(p, ""), 0, p)
+		}
+	}},
+	{"source routes by way of an excluded address, behind AH and of QUIC", func(l *lab) {
+		f := l.flows()[1]
+		ah := header{unix.IPPROTO_AH, append([]byte{4, 0, 0}, make([]byte, 20)...)}
+		route := header{unix.IPPROTO_ROUTING, append([]byte{2, 4, 1, 0, 0, 0, 0}, f.captured.Addr().AsSlice()...)}
+		segment := tcp(f.pod, f.captured, syn)
+		l.via("raw IPv6", 0, ip(f.pod.Addr(), f.excluded.Addr(), unix.IPPROTO_TCP, segment, route, ah))
+		l.via("raw IPv6", 0, ip(f.pod.Addr(), f.excluded.Addr(), unix.IPPROTO_TCP, segment, ah, route))
+		f = l.flows()[0]
+		options := append(append([]byte{131, 7, 4}, f.captured.Addr().AsSlice()...), 0)
+		quic := datagram(f.pod, netip.AddrPortFrom(f.captured.Addr(), 443))[20:]
+		l.via("raw IPv4", 0, ipv4(f.pod.Addr(), f.excluded.Addr(), unix.IPPROTO_UDP, options, 0, quic))
+	}},
+	{"mobility, HIP and Shim6 headers before TCP", func(l *lab) {
+		f := l.flows()[1]
+		for _, kind := range []byte{headerMobility, headerHIP, headerShim6} {
+			l.via("raw IPv6", 0, segmentOf(f.pod, f.captured, syn, header{kind, []byte{0, 1, 4, 0, 0, 0, 0}}))
+		}
+	}},
+	{"fragments that show no ports", func(l *lab) {
+		for _, f := range l.flows() {
+			part := tcp(f.pod, f.captured, syn)
+			if f.pod.Addr().Is4() {
+				for _, field := range []uint16{1, 0x2001, 4} {
+					p := ipv4(f.pod.Addr(), f.captured.Addr(), unix.IPPROTO_TCP, nil, field, part)
+					l.via("raw IPv4, no defragmentation", 0, p)
+				}
+				continue
+			}
+			for _, size := range []int{3, 11} { // more must follow a multiple of 8 bytes: nothing puts these together
+				malformed := header{unix.IPPROTO_FRAGMENT, []byte{0, 0, 0x21, 0, 0, 0, 9}}
+				l.via("raw IPv6", 0, ip(f.pod.Addr(), f.captured.Addr(), unix.IPPROTO_TCP, part[:size], malformed))
+			}
+		}
+	}},
 }
 
 // wrappings is the number of packets that wrapped knows.
@@ -361,22 +407,43 @@ func defaults() (ruleset.Ruleset, settings) {
 	}, s
 }
 
-// TestWaysOut tries each way out of a pod with the default rules.
+// withPorts are the rules of a pod that has port lists, and their settings.
+func withPorts() (ruleset.Ruleset, settings) {
+	r, s := defaults()
+	s.includePorts, s.excludePorts = []ports{{1, 1024}, {7000, 7999}}, []ports{{freePort, freePort}}
+	r.IncludePorts, r.ExcludePorts = portRanges(s.includePorts), portRanges(s.excludePorts)
+	return r, s
+}
+
+func portRanges(list []ports) (ranges []ruleset.PortRange) {
+	for _, p := range list {
+		ranges = append(ranges, ruleset.PortRange{First: p.first, Last: p.last})
+	}
+	return ranges
+}
+
+// TestWaysOut tries each way out of a pod with the default rules, and with port lists.
 func TestWaysOut(t *testing.T) {
 	t.Parallel()
 	for _, f := range testbed.Flavours {
-		t.Run(f.Name, func(t *testing.T) {
-			t.Parallel()
-			rules, s := defaults()
-			l := newLab(t, f, rules, s)
-			if failed := first(l.passing()); failed != "" { // the first packets wait for the neighbours' addresses
-				t.Fatal(failed)
-			}
-			for _, a := range attempts {
-				for _, e := range l.attempt(a) {
-					t.Errorf("%s: %s", a.name, e)
-				}
-			}
-		})
+		for name, rulesOf := range map[string]func() (ruleset.Ruleset, settings){
+			"defaults": defaults, "ports": withPorts,
+		} {
+			t.Run(f.Name+", "+name, func(t *testing.T) {
+				t.Parallel()
+				rules, s := rulesOf()
+				testWaysOut(t, newLab(t, f, rules, s))
+			})
+		}
+	}
+}
+
+func testWaysOut(t *testing.T, l *lab) {
+	t.Helper()
+	testbed.Eventually(t, "excluded traffic passes", func() bool { return first(l.passing()) == "" })
+	for _, a := range attempts {
+		for _, e := range l.attempt(a) {
+			t.Errorf("%s: %s", a.name, e)
+		}
 	}
 }

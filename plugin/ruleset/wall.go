@@ -141,7 +141,10 @@ func (r Ruleset) decide(f Family) chain {
 	}
 	c.rules = append(c.rules,
 		rule{match{}, jump(chainOutbound), "returns if the destination is excluded"},
-		rule{match{proto: "tcp"}, target{verb: verbLetOut}, "excluded: the connection goes on if the rules change"},
+		rule{
+			match{proto: "tcp", state: ctOriginal}, target{verb: verbLetOut},
+			"excluded: the connection goes on if the rules change",
+		},
 	)
 	return c
 }
