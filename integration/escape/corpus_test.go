@@ -254,11 +254,14 @@ var attempts = []attempt{
 			}
 		}
 	}},
-	{"AH before TCP, IPv6", func(l *lab) {
-		f := l.flows()[1]
+	{"AH before TCP", func(l *lab) {
 		ah := header{unix.IPPROTO_AH, append([]byte{4, 0, 0}, make([]byte, 20)...)}
-		for _, flags := range []byte{syn, syn | fin} { // ip6tables-legacy reads on after AH, and redirects the first
-			l.via("raw IPv6", 0, segmentOf(f.pod, f.captured, flags, ah))
+		for _, f := range l.flows() {
+			for _, flags := range []byte{syn, syn | fin} { // ip6tables-legacy reads on after AH, and redirects the first
+				p := segmentOf(f.pod, f.captured, flags, ah)
+				l.via(raw(p, ""), 0, p)
+				l.via("packet", 0, p)
+			}
 		}
 	}},
 	{"SNAP before IPv4", func(l *lab) {
@@ -266,17 +269,21 @@ var attempts = []attempt{
 		frame := l.ethernet(segmentOf(f.pod, f.captured, syn), 0, 48, 0xaa, 0xaa, 3, 0, 0, 0)
 		l.ways["packet"].send(frame, unix.ETH_P_802_3)
 	}},
-	{"source route by way of an excluded address, IPv4", func(l *lab) {
-		f := l.flows()[0]
-		route := append(append([]byte{131, 7, 4}, f.captured.Addr().AsSlice()...), 0)
-		segment := tcp(f.pod, f.captured, syn)
-		l.via("raw IPv4", 0, ipv4(f.pod.Addr(), f.excluded.Addr(), unix.IPPROTO_TCP, route, 0, segment))
-	}},
-	{"segment routing by way of an excluded address, IPv6", func(l *lab) {
-		f := l.flows()[1]
-		route := header{unix.IPPROTO_ROUTING, append([]byte{4, 4, 1, 1, 0, 0, 0},
-			append(f.captured.Addr().AsSlice(), f.excluded.Addr().AsSlice()...)...)}
-		l.via("raw IPv6", 0, ip(f.pod.Addr(), f.excluded.Addr(), unix.IPPROTO_TCP, tcp(f.pod, f.captured, syn), route))
+	{"source routes by way of an excluded address", func(l *lab) {
+		for _, f := range l.flows() {
+			l.via(raw(segmentOf(f.pod, f.excluded, ack), ""), 0, segmentOf(f.pod, f.excluded, ack)) // it is let out
+			for _, flags := range []byte{syn, ack} {
+				p := detour(f, unix.IPPROTO_TCP, tcp(f.pod, f.captured, flags))
+				l.via(raw(p, ""), 0, p)
+			}
+			quic := netip.AddrPortFrom(f.captured.Addr(), 443)
+			p := datagram(f.pod, quic)
+			p = detour(f, unix.IPPROTO_UDP, p[len(p)-12:])
+			l.via(raw(p, ""), 0, p)
+			ah := append([]byte{unix.IPPROTO_TCP, 4, 0, 0}, make([]byte, 20)...)
+			p = detour(f, unix.IPPROTO_AH, append(ah, tcp(f.pod, f.captured, syn)...))
+			l.via(raw(p, ""), 0, p)
+		}
 	}},
 	{"a mark behind a macvlan interface of a nested container", func(l *lab) {
 		l.beginConnection(l.macvlan, l.flows()[0].captured, 1<<30)
@@ -298,18 +305,6 @@ var attempts = []attempt{
 			p := segmentOf(f.excluded, f.captured, ack)
 			l.via(raw(p, ""), 0, p)
 		}
-	}},
-	{"source routes by way of an excluded address, behind AH and of QUIC", func(l *lab) {
-		f := l.flows()[1]
-		ah := header{unix.IPPROTO_AH, append([]byte{4, 0, 0}, make([]byte, 20)...)}
-		route := header{unix.IPPROTO_ROUTING, append([]byte{2, 4, 1, 0, 0, 0, 0}, f.captured.Addr().AsSlice()...)}
-		segment := tcp(f.pod, f.captured, syn)
-		l.via("raw IPv6", 0, ip(f.pod.Addr(), f.excluded.Addr(), unix.IPPROTO_TCP, segment, route, ah))
-		l.via("raw IPv6", 0, ip(f.pod.Addr(), f.excluded.Addr(), unix.IPPROTO_TCP, segment, ah, route))
-		f = l.flows()[0]
-		options := append(append([]byte{131, 7, 4}, f.captured.Addr().AsSlice()...), 0)
-		quic := datagram(f.pod, netip.AddrPortFrom(f.captured.Addr(), 443))[20:]
-		l.via("raw IPv4", 0, ipv4(f.pod.Addr(), f.excluded.Addr(), unix.IPPROTO_UDP, options, 0, quic))
 	}},
 	{"mobility, HIP and Shim6 headers before TCP", func(l *lab) {
 		f := l.flows()[1]
@@ -354,6 +349,17 @@ func wrapped(src, dst netip.AddrPort, n int) []byte {
 		segmentOf(src, dst, syn, header{unix.IPPROTO_FRAGMENT, []byte{0, 0, 0, 0, 0, 0, 9}}),
 		segmentOf(src, dst, syn, header{unix.IPPROTO_ROUTING, []byte{0, 4, 0, 0, 0, 0, 0}}, pad),
 	}[n]
+}
+
+// detour is a packet from the pod to the captured destination with a source route by way of the excluded one.
+func detour(f flow, proto byte, data []byte) []byte {
+	if f.pod.Addr().Is4() {
+		route := append(append([]byte{131, 7, 4}, f.captured.Addr().AsSlice()...), 0)
+		return ipv4(f.pod.Addr(), f.excluded.Addr(), proto, route, 0, data)
+	}
+	segments := append(f.captured.Addr().AsSlice(), f.excluded.Addr().AsSlice()...)
+	route := header{unix.IPPROTO_ROUTING, append([]byte{4, 4, 1, 1, 0, 0, 0}, segments...)}
+	return ip(f.pod.Addr(), f.excluded.Addr(), proto, data, route)
 }
 
 // beginConnection begins a connection from h, whose socket has a packet mark. The kernel sends its SYN at once.

@@ -112,7 +112,11 @@ func parseIPv4(b []byte) packet {
 	}
 	src, dst := netip.AddrFrom4([4]byte(b[12:])), netip.AddrFrom4([4]byte(b[16:]))
 	p.final = sourceRoute(b[20:min(header, len(b))])
-	return p.transport(b[min(header, len(b)):], src, dst)
+	b = b[min(header, len(b)):]
+	for p.proto == unix.IPPROTO_AH && !p.later && len(b) >= 2 {
+		p.proto, b = b[0], b[min((int(b[1])+2)*4, len(b)):]
+	}
+	return p.transport(b, src, dst)
 }
 
 // sourceRoute returns the last address of a source route (RFC 791, section 3.1).

@@ -420,8 +420,8 @@ func nftMatch(f Family, m match) []expr.Any {
 
 // nftProtocols are the numbers of protocols, and of headers at which the kernel stops to look for a protocol.
 var nftProtocols = map[string]byte{
-	"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "icmpv6": unix.IPPROTO_ICMPV6, "ah": unix.IPPROTO_AH,
-	"mobility": 135, "hip": 139, "shim6": 140,
+	"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "icmpv6": unix.IPPROTO_ICMPV6, "igmp": unix.IPPROTO_IGMP,
+	"ah": unix.IPPROTO_AH, "mobility": 135, "hip": 139, "shim6": 140,
 }
 
 // nftDetour matches an IPv4 header with options, since a source route is one, and an IPv6 routing header.

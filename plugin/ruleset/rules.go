@@ -50,7 +50,7 @@ type rule struct {
 // match is a conjunction of conditions; a zero field matches every packet.
 type match struct {
 	proto    string // a key of nftProtocols; of iptables tcp, udp and icmpv6
-	notProto string // tcp
+	notProto string // such a key too
 	in, out  string // interface
 	src, dst netip.Prefix
 	dstLocal bool // the destination is an address of this netns

@@ -112,16 +112,14 @@ func leaving() chain {
 	}}
 }
 
-const whyDetour = "a source route: it may end at a captured destination"
-
 // decide returns packets that may leave, the most frequent ones first.
 func (r Ruleset) decide(f Family) chain {
-	detour := match{proto: "tcp", detour: true}
-	if f == IPv6 {
-		detour.proto = "" // TCP may follow other headers after the route
+	detour := match{detour: true}
+	if f == IPv4 {
+		detour.notProto = "igmp" // its packets have another option
 	}
 	c := chain{name: chainDecide, rules: []rule{
-		{detour, jump(chainStop), whyDetour},
+		{detour, jump(chainStop), "a source route: it may end at a captured destination"},
 		{match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetReturn, "its connection was let out"},
 		{match{proto: "tcp", state: ctReply, answers: true}, targetReturn, "an answer to a connection from outside"},
 		// Only with state NEW: the entry outlives the connection, and its port may get another user.
@@ -131,13 +129,6 @@ func (r Ruleset) decide(f Family) chain {
 		c.rules = append(c.rules, rule{
 			match{proto: "tcp", notSYN: true}, targetReturn, "its connection may be older than the capture",
 		})
-	}
-	if f == IPv4 {
-		other := match{notProto: "tcp", detour: true}
-		if r.Other == "" || r.Other == OtherAllow {
-			other = match{proto: "udp", detour: true} // not IGMP, whose packets have an option
-		}
-		c.rules = append(c.rules, rule{other, jump(chainStop), whyDetour})
 	}
 	c.rules = append(c.rules,
 		rule{match{}, jump(chainOutbound), "returns if the destination is excluded"},
@@ -152,7 +143,11 @@ func (r Ruleset) decide(f Family) chain {
 // captureWall also drops what refusals has not rejected, such as a packet of a raw socket that goes to no connection.
 func (r Ruleset) captureWall(f Family) chain {
 	c := chain{name: chainCapture, rules: r.others(f, jump(chainStop), jump(chainStop))}
-	for _, header := range []string{"ah", "mobility", "hip", "shim6"} {
+	headers := []string{"ah"}
+	if f == IPv6 {
+		headers = append(headers, "mobility", "hip", "shim6")
+	}
+	for _, header := range headers {
 		c.rules = append(c.rules, rule{match{proto: header}, jump(chainStop), "TCP may follow this header"})
 	}
 	c.rules = append(c.rules, rule{match{notProto: "tcp"}, targetReturn, "no TCP"})
@@ -350,8 +345,8 @@ func (r Ruleset) plainIP() (kinds []struct {
 	if r.Other != "" && r.Other != OtherAllow {
 		return kinds
 	}
-	add("IPv4, neither TCP nor UDP", ipv4,
-		not(offsetIPv4Protocol, unix.IPPROTO_TCP), not(offsetIPv4Protocol, unix.IPPROTO_UDP))
+	add("IPv4, neither TCP nor UDP nor an authentication header", ipv4, not(offsetIPv4Protocol, unix.IPPROTO_TCP),
+		not(offsetIPv4Protocol, unix.IPPROTO_UDP), not(offsetIPv4Protocol, unix.IPPROTO_AH))
 	noTCP := []frameTest{ipv6}
 	for _, header := range []byte{
 		unix.IPPROTO_HOPOPTS, unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ROUTING, unix.IPPROTO_FRAGMENT,
