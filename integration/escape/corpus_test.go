@@ -271,13 +271,15 @@ var attempts = []attempt{
 	}},
 	{"source routes by way of an excluded address", func(l *lab) {
 		for _, f := range l.flows() {
-			l.via(raw(segmentOf(f.pod, f.excluded, ack), ""), 0, segmentOf(f.pod, f.excluded, ack)) // it is let out
-			for _, flags := range []byte{syn, ack} {
+			p := segmentOf(f.pod, f.excluded, ack)
+			p[len(p)-4] ^= 1 // of its checksum, so that no answer ends the connection
+			l.via(raw(p, ""), 0, p)
+			for _, flags := range []byte{ack, syn} {
 				p := detour(f, unix.IPPROTO_TCP, tcp(f.pod, f.captured, flags))
 				l.via(raw(p, ""), 0, p)
 			}
 			quic := netip.AddrPortFrom(f.captured.Addr(), 443)
-			p := datagram(f.pod, quic)
+			p = datagram(f.pod, quic)
 			p = detour(f, unix.IPPROTO_UDP, p[len(p)-12:])
 			l.via(raw(p, ""), 0, p)
 			ah := append([]byte{unix.IPPROTO_TCP, 4, 0, 0}, make([]byte, 20)...)
@@ -314,7 +316,7 @@ var attempts = []attempt{
 	}},
 	{"fragments that show no ports", func(l *lab) {
 		for _, f := range l.flows() {
-			part := tcp(f.pod, f.captured, syn)
+			part := tcp(f.pod, netip.AddrPortFrom(f.captured.Addr(), freePort), syn)
 			if f.pod.Addr().Is4() {
 				for _, field := range []uint16{1, 0x2001, 4} {
 					p := ipv4(f.pod.Addr(), f.captured.Addr(), unix.IPPROTO_TCP, nil, field, part)
@@ -322,10 +324,12 @@ var attempts = []attempt{
 				}
 				continue
 			}
-			for _, size := range []int{3, 11} { // more must follow a multiple of 8 bytes: nothing puts these together
-				malformed := header{unix.IPPROTO_FRAGMENT, []byte{0, 0, 0x21, 0, 0, 0, 9}}
-				l.via("raw IPv6", 0, ip(f.pod.Addr(), f.captured.Addr(), unix.IPPROTO_TCP, part[:size], malformed))
-			}
+			// A piece whose length is no multiple of 8 is left as it is. nftables takes the flow label for its port.
+			malformed := header{unix.IPPROTO_FRAGMENT, []byte{0, 0, 0x21, 0, 0, 0, 9}}
+			p := ip(f.pod.Addr(), f.captured.Addr(), unix.IPPROTO_TCP, part[:11], malformed)
+			l.via("raw IPv6", 0, p)
+			binary.BigEndian.PutUint16(p[2:], freePort)
+			l.via("raw IPv6", 0, p)
 		}
 	}},
 }
@@ -416,7 +420,8 @@ func defaults() (ruleset.Ruleset, settings) {
 // withPorts are the rules of a pod that has port lists, and their settings.
 func withPorts() (ruleset.Ruleset, settings) {
 	r, s := defaults()
-	s.includePorts, s.excludePorts = []ports{{1, 1024}, {7000, 7999}}, []ports{{freePort, freePort}}
+	s.includePorts = []ports{{missingPort + 1, 65535}, {1, missingPort - 1}}
+	s.excludePorts = []ports{{freePort, freePort}}
 	r.IncludePorts, r.ExcludePorts = portRanges(s.includePorts), portRanges(s.excludePorts)
 	return r, s
 }

@@ -152,7 +152,7 @@ func (r Ruleset) captureWall(f Family) chain {
 	}
 	c.rules = append(c.rules, rule{match{notProto: "tcp"}, targetReturn, "no TCP"})
 	if len(r.ExcludePorts)+len(r.IncludePorts) > 0 {
-		// nftables takes other bytes of some fragments for their ports.
+		// nftables takes other bytes of some fragments for their ports: of IPv6 a part of the flow label.
 		c.rules = append(c.rules, rule{match{proto: "tcp", fragment: true}, jump(chainStop), "it may not show its ports"})
 	}
 	// The ports that are not captured return, and all else is stopped.
