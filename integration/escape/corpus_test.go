@@ -257,7 +257,7 @@ var attempts = []attempt{
 	{"AH before TCP", func(l *lab) {
 		ah := header{unix.IPPROTO_AH, append([]byte{4, 0, 0}, make([]byte, 20)...)}
 		for _, f := range l.flows() {
-			for _, flags := range []byte{syn, syn | fin} { // ip6tables-legacy reads on after AH, and redirects the first
+			for _, flags := range []byte{syn, syn | fin} { // ip6tables-legacy reads on, and redirects the first
 				p := segmentOf(f.pod, f.captured, flags, ah)
 				l.via(raw(p, ""), 0, p)
 				l.via("packet", 0, p)

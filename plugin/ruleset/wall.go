@@ -120,7 +120,10 @@ func (r Ruleset) decide(f Family) chain {
 	}
 	c := chain{name: chainDecide, rules: []rule{
 		{detour, jump(chainStop), "a source route: it may end at a captured destination"},
-		{match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetReturn, "its connection was let out"},
+		{
+			match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetReturn,
+			"its connection was let out",
+		},
 		{match{proto: "tcp", state: ctReply, answers: true}, targetReturn, "an answer to a connection from outside"},
 		// Only with state NEW: the entry outlives the connection, and its port may get another user.
 		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetReturn, "sluiced lets it go direct"},
@@ -153,7 +156,8 @@ func (r Ruleset) captureWall(f Family) chain {
 	c.rules = append(c.rules, rule{match{notProto: "tcp"}, targetReturn, "no TCP"})
 	if len(r.ExcludePorts)+len(r.IncludePorts) > 0 {
 		// nftables takes other bytes of some fragments for their ports: of IPv6 a part of the flow label.
-		c.rules = append(c.rules, rule{match{proto: "tcp", fragment: true}, jump(chainStop), "it may not show its ports"})
+		fragment := match{proto: "tcp", fragment: true}
+		c.rules = append(c.rules, rule{fragment, jump(chainStop), "it may not show its ports"})
 	}
 	// The ports that are not captured return, and all else is stopped.
 	for _, p := range r.ExcludePorts {
@@ -196,8 +200,9 @@ func (r Ruleset) stop() chain {
 func (r Ruleset) arriving() chain {
 	c := chain{name: chainPrerouting, hook: chainPrerouting, why: "packets that arrive"}
 	for _, name := range r.walled() {
+		begins := match{in: name, proto: "tcp", state: ctNew}
 		c.rules = append(c.rules,
-			rule{match{in: name, proto: "tcp", state: ctNew}, target{verb: verbAnswer}, "from outside: answers may leave"},
+			rule{begins, target{verb: verbAnswer}, "from outside: answers may leave"},
 			rule{match{in: name}, targetReturn, "from outside"},
 		)
 	}
@@ -285,8 +290,8 @@ const (
 	etherVLAN = unix.ETH_P_8021Q
 )
 
-// harmless are the EtherTypes that pods use and that carry no IP: ARP, 802.1X, LLDP and PTP. All others may carry it, such
-// as an 802.3 frame with a SNAP header, which has its length there.
+// harmless are the EtherTypes that pods use and that carry no IP: ARP, 802.1X, LLDP and PTP. All others may carry it,
+// such as an 802.3 frame with a SNAP header, which has its length there.
 var harmless = []uint16{unix.ETH_P_ARP, unix.ETH_P_PAE, unix.ETH_P_LLDP, unix.ETH_P_1588}
 
 // plain accepts frames that did not pass the rules of the stack but plainly carry no TCP. It looks at bytes of the
