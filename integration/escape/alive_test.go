@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -165,9 +167,16 @@ func plainFrames(s *scene) map[string][]byte {
 	arp = append(arp, netip.MustParseAddr(s.pod.IPv4).AsSlice()...)
 	arp = append(arp, make([]byte, 6)...)
 	arp = append(arp, 10, 88, 0, 1)
-	tagged := append([]byte{}, arp[:12]...)
-	tagged = append(append(tagged, 0x81, 0, 0x60, 0), arp[12:]...)
-	all := map[string][]byte{"ARP": arp, "ARP with priority": tagged}
+	all := map[string][]byte{"ARP": arp}
+	for name, etherType := range map[string]uint16{
+		"802.1X": unix.ETH_P_PAE, "LLDP": unix.ETH_P_LLDP, "PTP": unix.ETH_P_1588,
+	} {
+		all[name] = append(ethernet(etherType), make([]byte, 46)...)
+	}
+	for name, frame := range maps.Clone(all) {
+		tag := []byte{0x81, 0, 0x60, 0}
+		all[name+" with priority"] = slices.Insert(slices.Clone(frame), 12, tag...)
+	}
 	data := make([]byte, 16)
 	for _, f := range s.families() {
 		pod, world := netip.MustParseAddr(f.pod), netip.MustParseAddr(f.world)

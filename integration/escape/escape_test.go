@@ -61,7 +61,6 @@ func newAttack(t *testing.T, f testbed.Flavour) *attack {
 	a.current = randomSettings(a.random(0, 0))
 	a.proxy, a.daemon = testbed.StartConnectProxy(a.n), a.n.StartDaemon()
 	a.furnish(f.AddPod(t, a.n, "captured", a.n.Annotated(a.current.annotations())))
-	a.tap.forgiving = true
 	a.ways = append(a.ways, openWays(t, a.pod.Host, "pod: ", ways)...)
 	a.ways = append(a.ways, openWays(t, a.pod.Host, "pod: ", bridgeWays)...)
 	a.ways = append(a.ways, openWays(t, a.nested, "nested: ", ways)...)

@@ -18,8 +18,6 @@ type packet struct {
 	hasPorts, hasFlags bool
 	flags              byte
 	numbers            string // sequence and acknowledgement number
-	// How the TCP or UDP is wrapped, for reports.
-	ah, unknownHeader, cutShort, snap bool
 }
 
 // beginsConnection reports whether p is the first segment of a connection.
@@ -37,12 +35,6 @@ const (
 // parse finds the TCP or UDP in a frame. It goes through VLAN tags, MPLS labels, PPPoE, SNAP, IPv4 options and IPv6
 // extension headers, and does not rely on lengths and checksums in the headers: a receiver may ignore them too.
 func parse(frame []byte) packet {
-	p := parseFrame(frame)
-	p.snap = len(frame) > 14 && binary.BigEndian.Uint16(frame[12:]) < etherMin
-	return p
-}
-
-func parseFrame(frame []byte) packet {
 	b, kind := cut(frame, 12)
 	for {
 		var etherType uint16
@@ -120,7 +112,11 @@ func parseIPv4(b []byte) packet {
 	}
 	src, dst := netip.AddrFrom4([4]byte(b[12:])), netip.AddrFrom4([4]byte(b[16:]))
 	p.final = sourceRoute(b[20:min(header, len(b))])
-	return p.transport(b[min(header, len(b)):], src, dst)
+	b = b[min(header, len(b)):]
+	for p.proto == unix.IPPROTO_AH && !p.later && len(b) >= 2 {
+		p.proto, b = b[0], b[min((int(b[1])+2)*4, len(b)):]
+	}
+	return p.transport(b, src, dst)
 }
 
 // sourceRoute returns the last address of a source route (RFC 791, section 3.1).
@@ -153,6 +149,7 @@ func parseIPv6(b []byte) packet {
 	p := packet{proto: b[6]}
 	src, dst := netip.AddrFrom16([16]byte(b[8:])), netip.AddrFrom16([16]byte(b[24:]))
 	b = b[40:]
+	routable := true // routers do not look for a route behind a header that is for the destination
 	for {
 		size := 0
 		switch p.proto {
@@ -161,7 +158,6 @@ func parseIPv6(b []byte) packet {
 				size = (int(b[1]) + 1) * 8
 			}
 		case unix.IPPROTO_AH:
-			p.ah = true
 			if len(b) >= 2 {
 				size = (int(b[1]) + 2) * 4
 			}
@@ -174,13 +170,12 @@ func parseIPv6(b []byte) packet {
 		default:
 			return p.transport(b, src, dst)
 		}
-		p.unknownHeader = p.unknownHeader || p.proto >= headerMobility
 		if size == 0 || p.later && p.proto != unix.IPPROTO_FRAGMENT { // the rest is in another fragment
-			p.cutShort = true
 			p.proto = unix.IPPROTO_TCP // maybe
 			return p.transport(nil, src, dst)
 		}
-		if p.proto == unix.IPPROTO_ROUTING && min(size, len(b)) >= 24 && b[3] > 0 {
+		routable = routable && p.proto < headerMobility
+		if routable && p.proto == unix.IPPROTO_ROUTING && min(size, len(b)) >= 24 && b[3] > 0 {
 			p.final = lastSegment(b[:min(size, len(b))])
 		}
 		p.proto = b[0]

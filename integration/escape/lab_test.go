@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net"
 	"strconv"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -26,6 +25,7 @@ type lab struct {
 	gates     []net.Listener
 	held      map[heldBy]chan heldConn // captured connections that the test serves
 	second    *testbed.Host            // a nested container behind another bridge
+	macvlan   *testbed.Host            // a nested container with a macvlan interface over eth0
 	outer     way                      // from outside, to the pod
 	number    uint64                   // of the last marker
 }
@@ -49,6 +49,7 @@ func newLab(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) 
 	f.Prepare(pod)
 	l.furnish(pod)
 	l.addSecondNested()
+	l.addMacvlan()
 	for _, h := range []*testbed.Host{pod.Host, l.nested} {
 		for _, f := range l.families() {
 			serveUDP(t, h, at(map[*testbed.Host]string{pod.Host: f.pod, l.nested: f.nested}[h], 443))
@@ -71,13 +72,8 @@ func newLab(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) 
 	return l
 }
 
-// applying serialises the labs: nftables v0.3.0 numbers sets with a variable that no lock guards.
-var applying sync.Mutex
-
 // apply replaces all rules, even those that CHECK thinks to be there.
 func (l *lab) apply(ctx context.Context, rules ruleset.Ruleset) (ruleset.Installed, error) {
-	applying.Lock()
-	defer applying.Unlock()
 	return ruleset.Apply(ctx, l.pod.Path(), rules, l.flavour.Name, nil)
 }
 
@@ -183,6 +179,19 @@ func (l *lab) addSecondNested() {
 		serveUDP(l.t, c, at(ip, 443))
 	}
 	l.second = c
+}
+
+// addMacvlan adds a container whose packets do not pass the stack of the pod, but come to its eth0 with a route.
+func (l *lab) addMacvlan() {
+	l.t.Helper()
+	c := testbed.NewHost(l.t, "macvlan")
+	l.pod.IP("link", "add", "link", "eth0", "name", "mv0", "type", "macvlan", "mode", "bridge")
+	l.pod.IP("link", "set", "mv0", "netns", c.Name)
+	c.IP("addr", "add", "10.88.77.2/16", "dev", "mv0")
+	c.IP("link", "set", "mv0", "up")
+	c.IP("neigh", "add", "10.88.0.1", "lladdr", net.HardwareAddr(l.macs[0]).String(), "dev", "mv0")
+	c.IP("route", "add", "default", "via", "10.88.0.1")
+	l.macvlan = c
 }
 
 // dialWith connects from h with options of the socket, and reads to the end.

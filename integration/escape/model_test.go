@@ -67,6 +67,9 @@ func (m *model) mayLeave(p packet) bool {
 
 func (m *model) mayLeaveWhole(p packet) bool {
 	c := connection{inside: p.src, outside: p.dst}
+	if p.final.IsValid() {
+		c.outside = netip.AddrPortFrom(p.final, p.dst.Port())
+	}
 	if p.later {
 		c.fragment = p.fragment
 	}

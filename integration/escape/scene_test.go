@@ -27,9 +27,11 @@ const (
 
 // Ports of the world. webPort is captured at testbed's addresses with all settings.
 const (
-	webPort  = 80
-	freePort = 7001 // captured with some settings
-	udpPort  = 5353
+	webPort     = 80
+	freePort    = 7001 // captured with some settings
+	udpPort     = 5353
+	missingPort = 6999 // withPorts does not include it
+	highPort    = 8000
 )
 
 // podPort is where the pod serves.
@@ -57,7 +59,7 @@ func newScene(t *testing.T, f testbed.Flavour) *scene {
 		}
 		s.n.World.IP(args...)
 	}
-	for _, port := range []int{webPort, 443, freePort} {
+	for _, port := range []int{webPort, 443, freePort, missingPort, highPort} {
 		s.n.World.ServeCaller(":" + strconv.Itoa(port))
 	}
 	for _, ip := range []string{testbed.WorldIPv4, testbed.WorldIPv6} { // it answers from the address that was asked

@@ -401,6 +401,9 @@ func nftMatch(f Family, m match) []expr.Any {
 	if m.detour {
 		add(nftDetour(f)...)
 	}
+	if m.fragment {
+		add(nftFragment(f)...)
+	}
 	if m.sport != 0 {
 		add(&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 2},
 			equal(binary.BigEndian.AppendUint16(nil, m.sport)))
@@ -460,26 +463,42 @@ func nftMatch(f Family, m match) []expr.Any {
 
 // nftProtocols are the numbers of protocols, and of headers at which the kernel stops to look for a protocol.
 var nftProtocols = map[string]byte{
-	"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "icmpv6": unix.IPPROTO_ICMPV6, "ah": unix.IPPROTO_AH,
-	"mobility": 135, "hip": 139, "shim6": 140,
+	"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "icmpv6": unix.IPPROTO_ICMPV6, "igmp": unix.IPPROTO_IGMP,
+	"ah": unix.IPPROTO_AH, "mobility": 135, "hip": 139, "shim6": 140,
 }
 
 // nftDetour matches an IPv4 header with options, since a source route is one, and an IPv6 routing header.
 func nftDetour(f Family) []expr.Any {
 	if f == IPv6 {
-		return []expr.Any{
-			&expr.Exthdr{
-				DestRegister: reg, Type: unix.IPPROTO_ROUTING, Len: 1, Flags: unix.NFT_EXTHDR_F_PRESENT,
-				Op: expr.ExthdrOpIpv6,
-			},
-			&expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: []byte{1}},
-		}
+		return nftHas(unix.IPPROTO_ROUTING)
 	}
 	const withoutOptions = 5 // words of 4 bytes
 	return []expr.Any{
 		&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: 0, Len: 1},
 		&expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 1, Mask: []byte{0x0f}, Xor: []byte{0}},
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: reg, Data: []byte{withoutOptions}},
+	}
+}
+
+// nftFragment matches an IPv4 header with an offset or the flag for more fragments, and an IPv6 fragment header.
+func nftFragment(f Family) []expr.Any {
+	if f == IPv6 {
+		return nftHas(unix.IPPROTO_FRAGMENT)
+	}
+	return []expr.Any{
+		&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: 6, Len: 2},
+		&expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 2, Mask: []byte{0x3f, 0xff}, Xor: []byte{0, 0}},
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: reg, Data: []byte{0, 0}},
+	}
+}
+
+// nftHas matches packets with an IPv6 extension header.
+func nftHas(header uint8) []expr.Any {
+	return []expr.Any{
+		&expr.Exthdr{
+			DestRegister: reg, Type: header, Len: 1, Flags: unix.NFT_EXTHDR_F_PRESENT, Op: expr.ExthdrOpIpv6,
+		},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: []byte{1}},
 	}
 }
 

@@ -50,7 +50,7 @@ type rule struct {
 // match is a conjunction of conditions; a zero field matches every packet.
 type match struct {
 	proto    string // a key of nftProtocols; of iptables tcp, udp and icmpv6
-	notProto string // tcp
+	notProto string // such a key too
 	in, out  string // interface
 	src, dst netip.Prefix
 	dstLocal bool // the destination is an address of this netns
@@ -68,6 +68,7 @@ type match struct {
 
 	answers    bool // the mark of the conntrack entry has the bit fromOutside
 	detour     bool // a source route: the packet may end elsewhere
+	fragment   bool // a fragment, which conntrack did not put together with the others
 	passed     bool // the packet's mark has the bit passed
 	routed     bool // the stack of a netns has routed the packet: packet sockets send without a route
 	forwarded  bool // the packet came in through an interface
@@ -138,8 +139,8 @@ var (
 
 // isOfWall reports whether only nftables renders m.
 func (m match) isOfWall() bool {
-	return m.passed || m.answers || m.detour || m.routed || m.forwarded || m.fromBridge || m.toBridge || m.toKnown ||
-		m.frame != nil || m.sport != 0 || m.notSYN
+	return m.passed || m.answers || m.detour || m.fragment || m.routed || m.forwarded || m.fromBridge || m.toBridge ||
+		m.toKnown || m.frame != nil || m.sport != 0 || m.notSYN
 }
 
 // isOfWall reports whether only nftables renders t.

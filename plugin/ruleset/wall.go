@@ -68,7 +68,7 @@ func (r Ruleset) wallOf(f Family) table {
 		r.stop(),
 		r.captureWall(f),
 		r.outbound(f),
-		r.decide(),
+		r.decide(f),
 		leaving(),
 		r.leavingPod(),
 		r.arriving(),
@@ -119,10 +119,17 @@ func leaving() chain {
 }
 
 // decide returns packets that may leave, the most frequent ones first.
-func (r Ruleset) decide() chain {
+func (r Ruleset) decide(f Family) chain {
+	detour := match{detour: true}
+	if f == IPv4 {
+		detour.notProto = "igmp" // its packets have another option
+	}
 	c := chain{name: chainDecide, rules: []rule{
-		{match{proto: "tcp", detour: true}, jump(chainStop), "a source route: it may end at a captured destination"},
-		{match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetReturn, "it was let out before"},
+		{detour, jump(chainStop), "a source route: it may end at a captured destination"},
+		{
+			match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetReturn,
+			"its connection was let out",
+		},
 		{match{proto: "tcp", state: ctReply, answers: true}, targetReturn, "an answer to a connection from outside"},
 		// Only with state NEW: the entry outlives the connection, and its port may get another user.
 		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetReturn, "sluiced lets it go direct"},
@@ -134,7 +141,10 @@ func (r Ruleset) decide() chain {
 	}
 	c.rules = append(c.rules,
 		rule{match{}, jump(chainOutbound), "returns if the destination is excluded"},
-		rule{match{proto: "tcp"}, target{verb: verbLetOut}, "excluded: the connection goes on if the rules change"},
+		rule{
+			match{proto: "tcp", state: ctOriginal}, target{verb: verbLetOut},
+			"excluded: the connection goes on if the rules change",
+		},
 	)
 	return c
 }
@@ -142,11 +152,20 @@ func (r Ruleset) decide() chain {
 // captureWall also drops what refusals has not rejected, such as a packet of a raw socket that goes to no connection.
 func (r Ruleset) captureWall(f Family) chain {
 	c := chain{name: chainCapture, rules: r.others(f, jump(chainStop), jump(chainStop))}
-	for _, header := range []string{"ah", "mobility", "hip", "shim6"} {
+	headers := []string{"ah"}
+	if f == IPv6 {
+		headers = append(headers, "mobility", "hip", "shim6")
+	}
+	for _, header := range headers {
 		c.rules = append(c.rules, rule{match{proto: header}, jump(chainStop), "TCP may follow this header"})
 	}
 	c.rules = append(c.rules, rule{match{notProto: "tcp"}, targetReturn, "no TCP"})
-	// The ports that are not captured return, and all else is stopped: also a fragment that does not show its ports.
+	if len(r.ExcludePorts)+len(r.IncludePorts) > 0 {
+		// nftables takes other bytes of some fragments for their ports: of IPv6 a part of the flow label.
+		fragment := match{proto: "tcp", fragment: true}
+		c.rules = append(c.rules, rule{fragment, jump(chainStop), "it may not show its ports"})
+	}
+	// The ports that are not captured return, and all else is stopped.
 	for _, p := range r.ExcludePorts {
 		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "excluded port"})
 	}
@@ -157,13 +176,13 @@ func (r Ruleset) captureWall(f Family) chain {
 	return c
 }
 
-// complement returns the ports that are in none of the ranges. If there are no ranges, it returns none.
+// complement returns the ports from 1 that are in none of the ranges. If there are no ranges, it returns none.
 func complement(ranges []PortRange) (rest []PortRange) {
 	if len(ranges) == 0 {
 		return nil
 	}
 	sorted := slices.SortedFunc(slices.Values(ranges), func(a, b PortRange) int { return int(a.First) - int(b.First) })
-	next := 0 // the first port that is in none of the ranges before
+	next := 1 // the first port that is in none of the ranges before
 	for _, p := range sorted {
 		if int(p.First) > next {
 			rest = append(rest, PortRange{uint16(next), p.First - 1})
@@ -188,10 +207,9 @@ func (r Ruleset) arriving() chain {
 	c := chain{name: chainPrerouting, hook: chainPrerouting, why: "packets that arrive"}
 	c.rules = []rule{{match{in: "lo"}, targetReturn, "from the pod to itself"}}
 	for _, name := range r.walled() {
+		begins := match{in: name, proto: "tcp", state: ctNew}
 		c.rules = append(c.rules,
-			rule{
-				match{in: name, proto: "tcp", state: ctNew}, target{verb: verbAnswer}, "from outside: answers may leave",
-			},
+			rule{begins, target{verb: verbAnswer}, "from outside: answers may leave"},
 			rule{match{in: name}, targetReturn, "from outside"},
 		)
 	}
@@ -354,8 +372,8 @@ func (r Ruleset) plainIP() (kinds []struct {
 	if r.Other != "" && r.Other != OtherAllow {
 		return kinds
 	}
-	add("IPv4, neither TCP nor UDP", ipv4,
-		not(offsetIPv4Protocol, unix.IPPROTO_TCP), not(offsetIPv4Protocol, unix.IPPROTO_UDP))
+	add("IPv4, neither TCP nor UDP nor an authentication header", ipv4, not(offsetIPv4Protocol, unix.IPPROTO_TCP),
+		not(offsetIPv4Protocol, unix.IPPROTO_UDP), not(offsetIPv4Protocol, unix.IPPROTO_AH))
 	noTCP := []frameTest{ipv6}
 	for _, header := range []byte{
 		unix.IPPROTO_HOPOPTS, unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ROUTING, unix.IPPROTO_FRAGMENT,
