@@ -97,17 +97,30 @@ func (l *lab) openGates() {
 	l.t.Helper()
 	l.gates = nil
 	for _, port := range []int{15001, 15006} {
+		var g net.Listener
 		testbed.Eventually(l.t, "the former listener's port is free", func() bool {
-			return l.pod.Do(func() error {
-				free, err := net.Listen("tcp", ":"+strconv.Itoa(port))
-				if err == nil {
-					err = free.Close()
-				}
+			return l.pod.Do(func() (err error) {
+				g, err = net.Listen("tcp", ":"+strconv.Itoa(port))
 				return err
 			}) == nil
 		})
-		serve := func(c net.Conn) { l.serve(c.(*net.TCPConn), port) }
-		l.gates = append(l.gates, l.pod.Serve(":"+strconv.Itoa(port), serve))
+		l.t.Cleanup(func() { _ = g.Close() }) // it may be closed already
+		l.gates = append(l.gates, g)
+		go l.serveGate(g, port)
+	}
+}
+
+// serveGate serves the connections of a gate until it is closed.
+func (l *lab) serveGate(g net.Listener, port int) {
+	for {
+		c, err := g.Accept()
+		if err != nil {
+			return
+		}
+		go func() {
+			defer c.Close() //nolint:errcheck // all has been written
+			l.serve(c.(*net.TCPConn), port)
+		}()
 	}
 }
 
