@@ -182,7 +182,7 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 // carryOut installs the ruleset, then writes the record: a record never claims rules that are not installed. It
 // announces them first, so that DEL finds them if this process is killed in between.
 func (a *addition) carryOut(ctx context.Context, d attach.Decision) error {
-	// The daemon restores rules that differ from the record. Without a lock, as on a full disk, the record fails as well.
+	// The daemon restores rules that differ from the record. Without a lock, as on a full disk, the record fails too.
 	release, err := a.store.Lock(ctx, a.record.NetnsID)
 	if errors.Is(err, attach.ErrBusy) {
 		return err

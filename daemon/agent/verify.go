@@ -129,8 +129,8 @@ func (a *Agent) verify(ctx context.Context, id attach.NetnsID, now time.Time) {
 }
 
 // stored reads the records of those attachments whose rules are installed. It returns none if the plugin changes the
-// rules: an ADD or a DEL has begun, or was killed. Nor does it if the rules are those of another version: to replace them
-// is the settler's business.
+// rules: an ADD or a DEL has begun, or was killed. It returns none either if the rules are those of another version,
+// which the settler replaces.
 func (a *Agent) stored(known []attach.Record) (records []attach.Record) {
 	for _, k := range known {
 		r, err := a.store.Read(k.ID)

@@ -15,7 +15,7 @@ import (
 var ErrBusy = errors.New("another process changes its rules")
 
 // TryLock keeps other processes from changing the rules in a netns, and its records, until release is called or this
-// process ends. The lock is a file that only root reaches: a lock of the netns itself could be held by any process in it.
+// process ends. The lock is a file that only root reaches: any process in the netns could hold a lock of the netns.
 func (s Store) TryLock(netns NetnsID) (release func(), err error) {
 	dir := filepath.Join(filepath.Dir(s.dir), "locks")
 	if err := os.MkdirAll(dir, 0o700); err != nil {

@@ -269,7 +269,8 @@ func isAstray(b *nftables.Chain, t table, c chain) bool {
 	if b.Table.Name != nt.Name || b.Table.Family != nt.Family || b.Name != baseName(t, c) {
 		return false
 	}
-	return b.Hooknum == nil || *b.Hooknum != *h.hook || b.Priority == nil || *b.Priority != *h.priority || b.Type != h.kind
+	return b.Type != h.kind || b.Hooknum == nil || *b.Hooknum != *h.hook ||
+		b.Priority == nil || *b.Priority != *h.priority
 }
 
 // tooMany is how many rules more than sluice's are not looked at one by one: a pod could make checking slow.

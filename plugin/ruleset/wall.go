@@ -13,7 +13,7 @@ import (
 // The tables of IPv4 and IPv6 see each packet that the netns' stack sends or forwards, after every other rule. A TCP
 // segment that goes out through a CNI interface passes if its destination is excluded, or by a mark of its conntrack
 // entry: letOut, which a connection to an excluded destination gets and one that sluiced lets go direct, or fromOutside.
-// It does not matter in which state conntrack thinks the connection to be: without a mark the segment stays in the pod.
+// In which state conntrack thinks the connection to be does not matter: without a mark the segment stays in the pod.
 // Each packet that passes is marked.
 //
 // The table of the link (Linux 5.16) sees each frame on its way to a CNI interface, those of packet sockets too: they
@@ -102,7 +102,7 @@ func (r Ruleset) leavingPod() chain {
 	c := chain{name: chainPostrouting, hook: chainPostrouting, why: "packets that the netns sends or forwards"}
 	c.rules = []rule{
 		{match{out: "lo"}, targetReturn, "from the pod to itself"},
-		// Also of packets for other interfaces, such as a VLAN interface, whose frames meet the table of the link later.
+		// Also of packets for other interfaces, such as a VLAN interface: their frames meet the table of the link.
 		{match{}, target{verb: verbUnpass}, "a mark that the sender has set counts for nothing"},
 	}
 	for _, name := range r.walled() {
