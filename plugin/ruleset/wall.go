@@ -12,9 +12,9 @@ import (
 //
 // The tables of IPv4 and IPv6 see each packet that the netns' stack sends or forwards, after every other rule. A TCP
 // segment that goes out through a CNI interface passes if its destination is excluded, or by a mark of its conntrack
-// entry: letOut, which a connection to an excluded destination gets and one that sluiced lets go direct, or fromOutside.
-// In which state conntrack thinks the connection to be does not matter: without a mark the segment stays in the pod.
-// Each packet that passes is marked.
+// entry: letOut, which a connection to an excluded destination gets and one that sluiced lets go direct, or
+// fromOutside. In which state conntrack thinks the connection to be does not matter: without a mark the segment stays
+// in the pod. Each packet that passes is marked.
 //
 // The table of the link (Linux 5.16) sees each frame on its way to a CNI interface, those of packet sockets too: they
 // do not pass the stack. A frame passes if it has that mark, a route, the interface's own source address and no tag. A
