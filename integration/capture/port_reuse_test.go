@@ -1,6 +1,7 @@
 package capture
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"syscall"
@@ -56,12 +57,16 @@ func connectFrom(t *testing.T, h *testbed.Host, address string, port int) (again
 	}}
 	ctx := testbed.Context(t)
 	var c net.Conn
-	if err := h.Do(func() (err error) {
-		c, err = d.DialContext(ctx, "tcp", address)
-		return err
-	}); err != nil {
-		t.Fatal(err)
-	}
+	testbed.Eventually(t, "the port is free", func() bool { // the last connection's FIN may not be acknowledged yet
+		err := h.Do(func() (err error) {
+			c, err = d.DialContext(ctx, "tcp", address)
+			return err
+		})
+		if err != nil && !errors.Is(err, unix.EADDRNOTAVAIL) {
+			t.Fatal(err)
+		}
+		return err == nil
+	})
 	defer c.Close() //nolint:errcheck // read to its end
 	if _, err := testbed.ReadAll(ctx, c); err != nil {
 		t.Fatal(err)
