@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -46,7 +47,7 @@ func TestLock(t *testing.T) {
 func TestLockExcludes(t *testing.T) {
 	t.Parallel()
 	store, id := attach.NewStore(t.TempDir()), attach.NetnsID{Ino: 1}
-	inside := 0 // the race detector notices two at a time
+	var inside atomic.Int32
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {
@@ -56,11 +57,10 @@ func TestLockExcludes(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				inside++
-				if inside != 1 {
-					t.Errorf("%d have the lock", inside)
+				if n := inside.Add(1); n != 1 {
+					t.Errorf("%d have the lock", n)
 				}
-				inside--
+				inside.Add(-1)
 				release()
 			}
 		})
