@@ -59,14 +59,11 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	if isSettled(r, d) {
 		return nil
 	}
-	unlock, err := s.store.Lock(ctx, r.NetnsID)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if s.isEnding(r) {
-		return nil
-	}
+	return s.unlessEnding(ctx, r, func() error { return s.change(ctx, e, r, d) })
+}
+
+// change brings an attachment in line with a decision that differs from its record.
+func (s *settler) change(ctx context.Context, e *endpoint.Endpoint, r attach.Record, d attach.Decision) (err error) {
 	previous := r.State
 	switch {
 	case d.Capture:
@@ -168,6 +165,18 @@ func (s *settler) removeRules(ctx context.Context, e *endpoint.Endpoint, r attac
 	if r.Installed == nil {
 		return nil
 	}
+	return s.unlessEnding(ctx, r, func() error {
+		if err := r.Installed.Remove(ctx, r.Netns, nil); err != nil {
+			return err
+		}
+		r.Installed = nil
+		e.Add(r)
+		return s.store.Write(r)
+	})
+}
+
+// unlessEnding calls do while the plugin does not change the rules of r. It does not if a DEL removes the attachment.
+func (s *settler) unlessEnding(ctx context.Context, r attach.Record, do func() error) error {
 	unlock, err := s.store.Lock(ctx, r.NetnsID)
 	if err != nil {
 		return err
@@ -176,12 +185,7 @@ func (s *settler) removeRules(ctx context.Context, e *endpoint.Endpoint, r attac
 	if s.isEnding(r) {
 		return nil
 	}
-	if err := r.Installed.Remove(ctx, r.Netns, nil); err != nil {
-		return err
-	}
-	r.Installed = nil
-	e.Add(r)
-	return s.store.Write(r)
+	return do()
 }
 
 // isEnding reports whether a DEL has begun to remove the attachment, or has removed it.

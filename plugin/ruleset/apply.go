@@ -213,13 +213,12 @@ func raiseWall(r Ruleset, interfaces []Interface, previous *Installed) (Wall, er
 			return previous.Wall, nil
 		}
 	}
-	lacking := []error{unix.EOPNOTSUPP, unix.ENOENT, unix.EPROTONOSUPPORT, unix.EAFNOSUPPORT, unix.EINVAL}
 	for _, extent := range []Wall{WallFull, WallRouted} {
 		err := replaceTables(r.wall(WallFull, nil), r.wall(extent, interfaces))
 		if err == nil {
 			return extent, nil
 		}
-		if !slices.ContainsFunc(lacking, func(l error) bool { return errors.Is(err, l) }) {
+		if !lacksNFT(err) && !errors.Is(err, unix.ENOENT) { // ENOENT: an expression or a hook that it does not have
 			return WallNone, fmt.Errorf("the wall: %w", err)
 		}
 	}

@@ -77,7 +77,7 @@ func (i Installed) KnowBridges(path string, indices []int) error {
 			return fmt.Errorf("opening nftables: %w", err)
 		}
 		for _, t := range i.wall() {
-			if t.family == link || t.name != "wall" {
+			if !knowsBridges(t) {
 				continue
 			}
 			if err := addBridges(conn, t, indices); err != nil {

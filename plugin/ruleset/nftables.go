@@ -39,6 +39,12 @@ func nftablesWorks() error {
 	return nil
 }
 
+// lacksNFT reports whether err is that of a kernel without nf_tables, or without a part of it.
+func lacksNFT(err error) bool {
+	lacking := []error{unix.EPROTONOSUPPORT, unix.EAFNOSUPPORT, unix.EOPNOTSUPP, unix.EINVAL}
+	return slices.ContainsFunc(lacking, func(l error) bool { return errors.Is(err, l) })
+}
+
 func nftFamily(f Family) nftables.TableFamily {
 	return map[Family]nftables.TableFamily{
 		IPv4: nftables.TableFamilyIPv4, IPv6: nftables.TableFamilyIPv6, link: nftables.TableFamilyNetdev,
@@ -146,12 +152,15 @@ func nftTable(t table) *nftables.Table {
 	return &nftables.Table{Family: nftFamily(t.family), Name: nftTablePrefix + t.name}
 }
 
-// knownBridges is the set of the bridges that packets have come from or gone to. Only the wall's tables have it.
+// knownBridges is the set of the bridges that packets have come from or gone to.
 const knownBridges = "bridges"
+
+// knowsBridges reports whether t has that set.
+func knowsBridges(t table) bool { return t.name == "wall" && t.family != link }
 
 func addTable(conn *nftables.Conn, t table) error {
 	nt := conn.AddTable(nftTable(t))
-	if t.name == "wall" && t.family != link {
+	if knowsBridges(t) {
 		set := &nftables.Set{
 			Table: nt, Name: knownBridges, KeyType: nftables.TypeIFIndex, Dynamic: true, Size: 1 << 10,
 			ID: uint32(t.family), // in the transaction; package nftables would count in a variable without a lock
@@ -290,18 +299,19 @@ func checkChain(conn *nftables.Conn, t table, chain string, rules []rule) ([]str
 		return []string{fmt.Sprintf("%s: %d rules instead of %d", where, len(have), len(rules))}, nil
 	}
 	// Rules are compared as expressions, and reported as iptables would write them.
+	want, wanted := make([]string, len(rules)), make([][]expr.Any, len(rules))
+	for i, r := range rules {
+		want[i], wanted[i] = text(f, chain, r), readable(nftRule(nt, f, chain, r).Exprs)
+	}
 	got := make([]string, len(have))
 	for i, h := range have {
 		got[i] = fmt.Sprintf("a rule that is not ours, handle %d", h.Handle)
-		for _, r := range rules {
-			if reflect.DeepEqual(readable(h.Exprs), readable(nftRule(nt, f, chain, r).Exprs)) {
-				got[i] = text(f, chain, r)
+		exprs := readable(h.Exprs)
+		for n := range rules {
+			if reflect.DeepEqual(exprs, wanted[n]) {
+				got[i] = want[n]
 			}
 		}
-	}
-	want := make([]string, len(rules))
-	for i, r := range rules {
-		want[i] = text(f, chain, r)
 	}
 	return diff(where, got, want), nil
 }

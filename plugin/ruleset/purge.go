@@ -11,7 +11,6 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
-	"golang.org/x/sys/unix"
 )
 
 // Leftover reports whether any rule of sluice is in the netns at path, whichever backend installed it. It needs a
@@ -53,9 +52,6 @@ type nftTraces struct {
 
 func (n nftTraces) any() bool { return len(n.tables)+len(n.chains) > 0 }
 
-// noNFT are the errors of a kernel without nf_tables, in which there are no rules then.
-var noNFT = []error{unix.EPROTONOSUPPORT, unix.EAFNOSUPPORT, unix.EOPNOTSUPP, unix.EINVAL}
-
 func findNFT() (nftTraces, error) {
 	conn, err := nftables.New()
 	if err != nil {
@@ -63,8 +59,8 @@ func findNFT() (nftTraces, error) {
 	}
 	var found nftTraces
 	tables, err := conn.ListTables()
-	if slices.ContainsFunc(noNFT, func(e error) bool { return errors.Is(err, e) }) {
-		return nftTraces{}, nil
+	if lacksNFT(err) {
+		return nftTraces{}, nil // and so there are no rules
 	}
 	if err != nil {
 		return nftTraces{}, fmt.Errorf("listing tables of nftables: %w", err)

@@ -426,13 +426,18 @@ func (r Ruleset) others(f Family, quic, other target) []rule {
 	return append(rules, rule{match{notProto: "tcp"}, other, "neither TCP nor let out: rejected"})
 }
 
+// excludedPorts returns excluded destination ports.
+func (r Ruleset) excludedPorts() (rules []rule) {
+	for _, p := range r.ExcludePorts {
+		rules = append(rules, rule{match{proto: "tcp", dports: p}, targetReturn, "excluded port"})
+	}
+	return rules
+}
+
 // capture has the rules of first, then each of acts for the ports that the port lists capture. An act's own match
 // still holds; capture adds TCP and the port to it.
 func (r Ruleset) capture(first []rule, acts ...rule) chain {
-	c := chain{name: chainCapture, rules: slices.Clone(first)}
-	for _, p := range r.ExcludePorts {
-		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "excluded port"})
-	}
+	c := chain{name: chainCapture, rules: slices.Concat(first, r.excludedPorts())}
 	ports := r.IncludePorts
 	if len(ports) == 0 {
 		ports = []PortRange{{}} // matches every port

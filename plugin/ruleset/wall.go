@@ -166,9 +166,7 @@ func (r Ruleset) captureWall(f Family) chain {
 		c.rules = append(c.rules, rule{fragment, jump(chainStop), "it may not show its ports"})
 	}
 	// The ports that are not captured return, and all else is stopped.
-	for _, p := range r.ExcludePorts {
-		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "excluded port"})
-	}
+	c.rules = append(c.rules, r.excludedPorts()...)
 	for _, p := range complement(r.IncludePorts) {
 		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "a port that is not included"})
 	}
