@@ -12,7 +12,7 @@ import (
 )
 
 // undo deletes a part of the pod's rules.
-func (p *testPod) undo() { p.Exec("nft", "delete", "table", "ip", "sluice-wall") }
+func (p *testPod) undo() { p.Exec("nft", "delete", "table", "inet", "sluice-wall") }
 
 // verified is a captured pod whose agent verifies its rules.
 type verified struct {
@@ -75,7 +75,10 @@ func TestRulesAreRestored(t *testing.T) {
 			})
 		}
 		want := []string{reasonRestored, reasonRestored, reasonUndone}
-		if got := v.reasons(); !slices.Equal(got, want) {
+		// Without the table the rest of the wall stops what the kernel sends of its own accord, such as reports of
+		// multicast listener discovery.
+		got := slices.DeleteFunc(v.reasons(), func(r string) bool { return r == reasonStopped })
+		if !slices.Equal(got, want) {
 			t.Errorf("got events %q, want %q", v.orchestrator.events, want)
 		}
 		if got := v.agent.Restored(); got != 4 {

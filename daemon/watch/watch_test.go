@@ -216,7 +216,7 @@ func TestCountSumsUp(t *testing.T) {
 	wantCount(t, w, p, nil, map[ruleset.Cause]uint64{ruleset.CauseQUIC: 5})
 
 	// The wall is deleted and installed anew, so its counters begin anew.
-	p.Exec("nft", "delete table ip sluice-refuse; delete table ip6 sluice-refuse")
+	p.Exec("nft", "delete table inet sluice-refuse")
 	wantCount(t, w, p, nil, map[ruleset.Cause]uint64{ruleset.CauseQUIC: 5})
 	p.install(&p.installed)
 	p.sendQUIC(4)

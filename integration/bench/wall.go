@@ -93,9 +93,7 @@ func (w *wall) lower() {
 	if !w.standing {
 		return
 	}
-	for _, t := range []string{
-		"netdev sluice-wall", "ip sluice-wall", "ip6 sluice-wall", "ip sluice-refuse", "ip6 sluice-refuse",
-	} {
+	for _, t := range []string{"netdev sluice-wall", "inet sluice-wall", "inet sluice-refuse"} {
 		w.pod.Exec("nft", "delete table "+t)
 	}
 	w.changed(false)

@@ -16,7 +16,7 @@ func TestRulesAreRestored(t *testing.T) {
 		testbed.EchoAll(t, 2, 100, w.pod.Host)
 		undo := []string{
 			"nft delete table netdev sluice-wall",
-			"nft delete table ip sluice-wall",
+			"nft delete table inet sluice-wall",
 			"ip link set eth0 address 02:00:00:00:12:34",
 		}
 		switch tool := w.installed(t).Backend; tool {

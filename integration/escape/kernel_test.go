@@ -107,7 +107,8 @@ func verdict(r *nftables.Rule) string {
 
 func familyName(f nftables.TableFamily) string {
 	return map[nftables.TableFamily]string{
-		nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyNetdev: "netdev",
+		nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6",
+		nftables.TableFamilyINet: "inet", nftables.TableFamilyNetdev: "netdev",
 	}[f]
 }
 

@@ -151,35 +151,40 @@ var nftablesDamages = []damage{
 	},
 }
 
+const egressMissing = "link table sluice-wall chain EGRESS_eth0: missing or changed: EGRESS_eth0: "
+
 // damages of the parts that every backend has.
 var commonDamages = []damage{
 	{
 		"a rule of the wall is deleted",
-		[]string{"nft flush chain ip6 sluice-wall SLUICE_STOP"},
+		[]string{"nft flush chain inet sluice-wall SLUICE_STOP"},
 		[]string{
-			"IPv6 table sluice-wall chain SLUICE_STOP: missing or changed: SLUICE_STOP: sent by a nested container",
-			"IPv6 table sluice-wall chain SLUICE_STOP: missing or changed: SLUICE_STOP: " +
+			"inet table sluice-wall chain SLUICE_STOP: missing or changed: SLUICE_STOP: sent by a nested container",
+			"inet table sluice-wall chain SLUICE_STOP: missing or changed: SLUICE_STOP: " +
 				"sent by a socket in the pod's netns",
 		},
 	},
 	{
 		"the wall sleeps",
-		[]string{"nft add table ip sluice-wall { flags dormant; }"},
-		[]string{"IPv4 table sluice-wall: it has flags, such as dormant"},
+		[]string{"nft add table inet sluice-wall { flags dormant; }"},
+		[]string{"inet table sluice-wall: it has flags, such as dormant"},
 	},
 	{
 		"the wall stands elsewhere",
 		[]string{
-			"nft delete chain ip sluice-wall POSTROUTING", "nft add chain ip sluice-wall POSTROUTING",
-			"nft add rule ip sluice-wall POSTROUTING jump SLUICE_POSTROUTING",
+			"nft delete chain inet sluice-refuse OUTPUT",
+			"nft add chain inet sluice-refuse OUTPUT { type filter hook output priority 10; }",
+			"nft add rule inet sluice-refuse OUTPUT meta l4proto != tcp jump SLUICE_OUTPUT",
 		},
-		[]string{"IPv4 table sluice-wall chain POSTROUTING: not at its hook"},
+		[]string{"inet table sluice-refuse chain OUTPUT: not at its hook"},
 	},
 	{
 		"the wall's hook is deleted",
 		[]string{"nft delete chain netdev sluice-wall EGRESS_eth0"},
 		[]string{
-			"link table sluice-wall chain EGRESS_eth0: missing or changed: EGRESS_eth0: frames for a CNI interface",
+			egressMissing + "the stack's rules have let it pass", // of IPv4
+			egressMissing + "the stack's rules have let it pass", // of IPv6
+			egressMissing + "another frame",
 		},
 	},
 }

@@ -17,16 +17,16 @@ import (
 // expression.
 func dumpTable(w io.Writer, t table) {
 	nt := nftTable(t)
-	fmt.Fprintf(w, "table %s %s\n", map[Family]string{IPv4: "ip", IPv6: "ip6", link: "netdev"}[t.family], nt.Name)
-	for _, c := range t.chains {
+	fmt.Fprintf(w, "table %s %s\n", map[Family]string{IPv4: "ip", IPv6: "ip6", inet: "inet", link: "netdev"}[t.family], nt.Name)
+	for _, c := range nftChains(t) {
+		fmt.Fprintf(w, "  chain %s", c.name)
 		if c.hook != "" {
 			h := nftHooks[t.name][c.hook]
-			fmt.Fprintf(w, "  chain %s: %s hook %d priority %d\n", baseName(t, c), h.kind, *h.hook, *h.priority)
-			dumpRule(w, nftRule(nt, t.family, c.hook, hookRule(t, c)))
+			fmt.Fprintf(w, ": %s hook %d priority %d", h.kind, *h.hook, *h.priority)
 		}
-		fmt.Fprintf(w, "  chain %s\n", chainPrefix+c.name)
+		fmt.Fprintln(w)
 		for _, r := range c.rules {
-			dumpRule(w, nftRule(nt, t.family, chainPrefix+c.name, r))
+			dumpRule(w, nftRule(nt, t.family, c.name, r))
 		}
 	}
 }
@@ -46,7 +46,7 @@ func describe(e expr.Any) string {
 		keys := map[expr.MetaKey]string{
 			expr.MetaKeyIIF: "iif", expr.MetaKeyOIF: "oif",
 			expr.MetaKeyIIFNAME: "iifname", expr.MetaKeyOIFNAME: "oifname",
-			expr.MetaKeyL4PROTO: "l4proto", expr.MetaKeyMARK: "mark", expr.MetaKeyRTCLASSID: "rtclassid",
+			expr.MetaKeyNFPROTO: "nfproto", expr.MetaKeyL4PROTO: "l4proto", expr.MetaKeyMARK: "mark", expr.MetaKeyRTCLASSID: "rtclassid",
 			metaKeyIIFKIND: "iifkind", metaKeyOIFKIND: "oifkind",
 		}
 		return transfer("meta", keys[e.Key], e.SourceRegister, e.Register)

@@ -47,7 +47,8 @@ func lacksNFT(err error) bool {
 
 func nftFamily(f Family) nftables.TableFamily {
 	return map[Family]nftables.TableFamily{
-		IPv4: nftables.TableFamilyIPv4, IPv6: nftables.TableFamilyIPv6, link: nftables.TableFamilyNetdev,
+		IPv4: nftables.TableFamilyIPv4, IPv6: nftables.TableFamilyIPv6,
+		inet: nftables.TableFamilyINet, link: nftables.TableFamilyNetdev,
 	}[f]
 }
 
@@ -163,54 +164,48 @@ func addTable(conn *nftables.Conn, t table) error {
 	if knowsBridges(t) {
 		set := &nftables.Set{
 			Table: nt, Name: knownBridges, KeyType: nftables.TypeIFIndex, Dynamic: true, Size: 1 << 10,
-			ID: uint32(t.family), // in the transaction; package nftables would count in a variable without a lock
+			ID: 1, // in the transaction; package nftables would count in a variable without a lock
 		}
 		if err := conn.AddSet(set, nil); err != nil {
 			return err
 		}
 	}
-	for _, c := range t.chains {
-		conn.AddChain(&nftables.Chain{Table: nt, Name: chainPrefix + c.name})
-	}
-	for _, c := range t.chains {
-		for _, r := range c.rules {
-			conn.AddRule(nftRule(nt, t.family, chainPrefix+c.name, r))
-		}
+	chains := nftChains(t)
+	for _, c := range chains {
 		if c.hook == "" {
-			continue
+			conn.AddChain(&nftables.Chain{Table: nt, Name: c.name}) // before the rules that jump to it
 		}
-		h := nftHooks[t.name][c.hook]
-		base := conn.AddChain(&nftables.Chain{
-			Table: nt, Name: baseName(t, c), Type: h.kind, Hooknum: h.hook, Priority: h.priority, Device: device(t, c),
-		})
-		conn.AddRule(nftRule(nt, t.family, base.Name, hookRule(t, c)))
+	}
+	for _, c := range chains {
+		if c.hook != "" {
+			h := nftHooks[t.name][c.hook]
+			conn.AddChain(&nftables.Chain{
+				Table: nt, Name: c.name, Type: h.kind, Hooknum: h.hook, Priority: h.priority, Device: c.at,
+			})
+		}
+		for _, r := range c.rules {
+			conn.AddRule(nftRule(nt, t.family, c.name, r))
+		}
 	}
 	return nil
 }
 
-// device is the interface of c's hook.
-func device(t table, c chain) string {
-	if t.family == link {
-		return c.via.out
+// nftChains are the chains of t as this backend makes them: those at a hook are base chains of their own, which stand
+// for the built-in chains of iptables and jump to the others.
+func nftChains(t table) (all []chain) {
+	for _, c := range t.chains {
+		if c.hook == "" || c.why != "" {
+			all = append(all, chain{name: chainPrefix + c.name, rules: c.rules})
+		}
+		switch {
+		case c.hook == "":
+		case c.why != "":
+			all = append(all, chain{name: c.hook, hook: c.hook, rules: []rule{{c.via, jump(c.name), c.why}}})
+		default:
+			all = append(all, c)
+		}
 	}
-	return ""
-}
-
-// baseName is the name of the base chain that jumps to c. In the link's table each interface has one.
-func baseName(t table, c chain) string {
-	if t.family == link {
-		return c.name
-	}
-	return c.hook
-}
-
-// hookRule is the rule of the base chain that stands for a built-in one.
-func hookRule(t table, c chain) rule {
-	via := c.via
-	if t.family == link {
-		via.out = "" // the hook is that interface's
-	}
-	return rule{via, jump(c.name), c.why}
+	return all
 }
 
 func (nftablesBackend) check(_ context.Context, _ Family, tables []table) ([]string, error) {
@@ -232,20 +227,12 @@ func checkTables(conn *nftables.Conn, tables []table) ([]string, error) {
 		return nil, err
 	}
 	for _, t := range tables {
-		for _, c := range t.chains {
+		for _, c := range nftChains(t) {
 			if c.hook != "" && slices.ContainsFunc(bases, func(b *nftables.Chain) bool { return isAstray(b, t, c) }) {
 				drift = append(drift, fmt.Sprintf("%s table %s chain %s: not at its hook", t.family, nftTable(t).Name,
-					baseName(t, c)))
+					c.name))
 			}
-			d, err := checkChain(conn, t, chainPrefix+c.name, c.rules)
-			if err != nil {
-				return nil, err
-			}
-			drift = append(drift, d...)
-			if c.hook == "" {
-				continue
-			}
-			d, err = checkChain(conn, t, baseName(t, c), []rule{hookRule(t, c)})
+			d, err := checkChain(conn, t, c.name, c.rules)
 			if err != nil {
 				return nil, err
 			}
@@ -272,10 +259,10 @@ func checkFlags(conn *nftables.Conn, tables []table) (drift []string, err error)
 	return drift, nil
 }
 
-// isAstray reports whether b has the name of the base chain that leads to c, and is not at its hook.
+// isAstray reports whether b has the name of the base chain c of t, and is not at its hook.
 func isAstray(b *nftables.Chain, t table, c chain) bool {
 	nt, h := nftTable(t), nftHooks[t.name][c.hook]
-	if b.Table.Name != nt.Name || b.Table.Family != nt.Family || b.Name != baseName(t, c) {
+	if b.Table.Name != nt.Name || b.Table.Family != nt.Family || b.Name != c.name {
 		return false
 	}
 	return b.Type != h.kind || b.Hooknum == nil || *b.Hooknum != *h.hook ||
@@ -318,7 +305,7 @@ func checkChain(conn *nftables.Conn, t table, chain string, rules []rule) ([]str
 
 // text writes a rule for people: as iptables would if it can express it, and else by its reason.
 func text(f Family, chain string, r rule) string {
-	if f == link || r.target.isOfWall() || r.match.isOfWall() {
+	if f == link || f == inet || r.target.isOfWall() || r.match.isOfWall() {
 		return fmt.Sprintf("%s: %s", chain, r.why)
 	}
 	return appendRule(f, chain, r.match, r.target)
@@ -374,6 +361,10 @@ func nftMatch(f Family, m match) []expr.Any {
 	compare := func(op expr.CmpOp, data []byte) expr.Any { return &expr.Cmp{Op: op, Register: reg, Data: data} }
 	equal := func(data []byte) expr.Any { return compare(expr.CmpOpEq, data) }
 	meta := func(key expr.MetaKey) expr.Any { return &expr.Meta{Key: key, Register: reg} }
+	if f == inet && m.only() != 0 {
+		f = m.only()
+		add(meta(expr.MetaKeyNFPROTO), equal([]byte{byte(nftFamily(f))}))
+	}
 	if m.in != "" {
 		add(meta(expr.MetaKeyIIFNAME), equal(nftInterface(m.in)))
 	}
@@ -607,12 +598,12 @@ func nftTarget(f Family, t target) []expr.Any {
 	case verbStop:
 		return []expr.Any{&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}}
 	case verbReject:
-		code := map[Family]uint8{IPv4: 3, IPv6: 4}[f] // port unreachable: RFC 792, RFC 4443
-		reject := &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}
-		if t.cause == "" {
-			return []expr.Any{reject}
+		if f == inet {
+			portUnreachable := &expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}
+			return []expr.Any{&expr.Counter{}, portUnreachable}
 		}
-		return []expr.Any{&expr.Counter{}, reject}
+		code := map[Family]uint8{IPv4: 3, IPv6: 4}[f] // port unreachable: RFC 792, RFC 4443
+		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
 	case verbRedirect:
 		const protoSpecified = 2 // NF_NAT_RANGE_PROTO_SPECIFIED
 		return []expr.Any{
@@ -633,7 +624,7 @@ func nftTarget(f Family, t target) []expr.Any {
 	case verbAnswer:
 		return entryMark(fromOutside)
 	case verbPass:
-		return mark(passed, passed)
+		return append(mark(passed, passed), &expr.Verdict{Kind: expr.VerdictReturn})
 	case verbUnpass:
 		return mark(passed, 0)
 	case verbInside:
@@ -643,7 +634,7 @@ func nftTarget(f Family, t target) []expr.Any {
 	case verbKnowFrom:
 		return know(expr.MetaKeyIIF)
 	case verbKnowTo:
-		return know(expr.MetaKeyOIF)
+		return append(know(expr.MetaKeyOIF), mark(inside, inside)...)
 	default:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chainPrefix + t.chain}}
 	}

@@ -15,15 +15,26 @@ const (
 	IPv6 Family = 6
 )
 
-// link stands for the tables that see frames on their way to a network interface.
-const link Family = 2
+// Only nftables has tables of these families: inet sees packets of IPv4 and IPv6, and link sees frames on their way to a
+// network interface.
+const (
+	inet Family = 10
+	link Family = 2
+)
 
-// String returns IPv4, IPv6 or link.
+// String returns IPv4, IPv6, inet or link.
 func (f Family) String() string {
-	return map[Family]string{IPv4: "IPv4", IPv6: "IPv6", link: "link"}[f]
+	return map[Family]string{IPv4: "IPv4", IPv6: "IPv6", inet: "inet", link: "link"}[f]
 }
 
-func (f Family) has(a netip.Addr) bool { return a.Is4() == (f == IPv4) }
+func (f Family) has(a netip.Addr) bool { return f == inet || f == familyOf(a) }
+
+func familyOf(a netip.Addr) Family {
+	if a.Is4() {
+		return IPv4
+	}
+	return IPv6
+}
 
 // The types below describe the rules once; each backend translates them.
 
@@ -36,8 +47,9 @@ type table struct {
 type chain struct {
 	name  string // without the prefix that a backend may give it
 	hook  string // the built-in chain that jumps here; "" if only sluice's own chains do
-	via   match  // limits that jump; in a table of the family link, via.out is the hook's interface
-	why   string // the reason for the jump
+	via   match  // limits that jump
+	why   string // the reason for the jump; "" if the chain is at the hook itself, as nftables has it
+	at    string // in a table of the family link, the interface of the hook
 	rules []rule
 }
 
@@ -66,15 +78,16 @@ type match struct {
 
 	// Only the rules of the wall have the conditions below, so only nftables renders them.
 
-	answers    bool // the mark of the conntrack entry has the bit fromOutside
-	detour     bool // a source route: the packet may end elsewhere
-	fragment   bool // a fragment, which conntrack did not put together with the others
-	passed     bool // the packet's mark has the bit passed
-	routed     bool // the stack of a netns has routed the packet: packet sockets send without a route
-	forwarded  bool // the packet came in through an interface
-	fromBridge bool // it came in through a bridge
-	toBridge   bool // it goes out through a bridge
-	toKnown    bool // its route leads out through one of the known bridges
+	family     Family // of the packet, in a table of the family inet
+	answers    bool   // the mark of the conntrack entry has the bit fromOutside
+	detour     bool   // of the family given, with a source route: the packet may end elsewhere
+	fragment   bool   // of the family given, and a fragment, which conntrack did not put together with the others
+	passed     bool   // the packet's mark has the bit passed
+	routed     bool   // the stack of a netns has routed the packet: packet sockets send without a route
+	forwarded  bool   // the packet came in through an interface
+	fromBridge bool   // it came in through a bridge
+	toBridge   bool   // it goes out through a bridge
+	toKnown    bool   // its route leads out through one of the known bridges
 	frame      []frameTest
 }
 
@@ -122,24 +135,25 @@ const (
 	verbStop     verb = "STOP"   // counts and drops
 	verbLetOut   verb = "LETOUT" // sets letOut in the mark of the conntrack entry
 	verbAnswer   verb = "ANSWER" // sets fromOutside there
-	verbPass     verb = "PASS"   // sets passed in the packet's mark
+	verbPass     verb = "PASS"   // sets passed in the packet's mark, and returns
 	verbUnpass   verb = "UNPASS" // clears it
 	verbInside   verb = "INSIDE" // sets inside in the packet's mark
 	verbOutside  verb = "OUTSIDE"
 	verbKnowFrom verb = "KNOWFROM" // adds the interface that the packet came in through to the known bridges
-	verbKnowTo   verb = "KNOWTO"   // adds the interface that it goes out through
+	verbKnowTo   verb = "KNOWTO"   // adds the interface that it goes out through, and sets inside
 )
 
 var (
 	targetReturn = target{verb: verbReturn}
 	targetAccept = target{verb: verbAccept}
 	targetDrop   = target{verb: verbDrop}
+	targetPass   = target{verb: verbPass}
 	targetReject = target{verb: verbReject}
 )
 
 // isOfWall reports whether only nftables renders m.
 func (m match) isOfWall() bool {
-	return m.passed || m.answers || m.detour || m.fragment || m.routed || m.forwarded || m.fromBridge || m.toBridge ||
+	return m.family != 0 || m.passed || m.answers || m.detour || m.fragment || m.routed || m.forwarded || m.fromBridge || m.toBridge ||
 		m.toKnown || m.frame != nil || m.sport != 0 || m.notSYN
 }
 
@@ -148,6 +162,19 @@ func (t target) isOfWall() bool {
 	return slices.Contains([]verb{
 		verbStop, verbLetOut, verbAnswer, verbPass, verbUnpass, verbInside, verbOutside, verbKnowFrom, verbKnowTo,
 	}, t.verb)
+}
+
+// only is the one family whose packets m matches, or 0 if it matches those of both.
+func (m match) only() Family {
+	switch {
+	case m.family != 0:
+		return m.family
+	case m.src.IsValid():
+		return familyOf(m.src.Addr())
+	case m.dst.IsValid():
+		return familyOf(m.dst.Addr())
+	}
+	return 0
 }
 
 func jump(chain string) target { return target{verb: verbJump, chain: chain} }
@@ -413,7 +440,7 @@ func (r Ruleset) others(f Family, quic, other target) []rule {
 		rule{match{notProto: "tcp", state: ctReply}, targetReturn, "the answer to a packet from outside"},
 		rule{match{notProto: "tcp", state: ctRelated}, targetReturn, "an ICMP error about a connection"},
 	)
-	if f == IPv6 {
+	if f != IPv4 {
 		neighbours := match{proto: "icmpv6", state: ctUntracked}
 		rules = append(rules, rule{neighbours, targetReturn, "neighbour discovery: IPv6 does not work without it"})
 	}

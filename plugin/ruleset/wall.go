@@ -8,9 +8,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The wall consists of a table for each family, in nftables whichever backend has the other rules.
+// The wall is in nftables, whichever backend has the other rules. It consists of three tables.
 //
-// The tables of IPv4 and IPv6 see each packet that the netns' stack sends or forwards, after every other rule. A TCP
+// The table wall of the family inet sees each packet that the netns' stack sends or forwards, after every other rule. A TCP
 // segment that goes out through a CNI interface passes if its destination is excluded, or by a mark of its conntrack
 // entry: letOut, which a connection to an excluded destination gets and one that sluiced lets go direct, or
 // fromOutside. In which state conntrack thinks the connection to be does not matter: without a mark the segment stays
@@ -21,12 +21,14 @@ import (
 // packet socket can set a mark, but no route. A macvlan or VLAN interface in a nested container has both, but another
 // address or a tag. Other frames pass only if they plainly carry no TCP.
 //
-// A second table for each of IPv4 and IPv6 rejects packets other than TCP that must not be sent, so that the sender
+// The table refuse rejects packets other than TCP that must not be sent, so that the sender
 // learns of it at once. It is in nftables because there a packet meets the chains of all programs: dockerd puts its
 // rules first into the chain FORWARD of iptables, and they accept.
 //
-// The tables of IPv4 and IPv6 also find out which packets stay in the pod, for the backend's rules: those that go to a
-// bridge. nat must know it before the kernel routes the packet.
+// The table wall also finds out which packets stay in the pod, for the backend's rules: those that go to a bridge. nat
+// must know it before the kernel routes the packet.
+//
+// Both families are in one table because each rule costs time in ADD and whenever the rules are verified.
 
 // Cause says why packets were stopped.
 type Cause string
@@ -46,9 +48,7 @@ var Causes = []Cause{CausePod, CauseNested, CausePacket, CauseQUIC, CauseOther}
 // chains of the wall that other tables do not have.
 const (
 	chainLeaving = "LEAVING"
-	chainDecide  = "DECIDE"
 	chainStop    = "STOP"
-	chainPlain   = "PLAIN"
 )
 
 // wall describes the tables of the wall. interfaces are the CNI interfaces that exist.
@@ -57,19 +57,18 @@ func (r Ruleset) wall(extent Wall, interfaces []Interface) []table {
 	case WallFull:
 		return append(r.wall(WallRouted, nil), r.egress(interfaces))
 	case WallRouted:
-		return []table{r.wallOf(IPv4), r.refusals(IPv4), r.wallOf(IPv6), r.refusals(IPv6)}
+		return []table{r.routedWall(), r.refusals()}
 	default:
 		return nil
 	}
 }
 
-func (r Ruleset) wallOf(f Family) table {
-	return table{family: f, name: "wall", chains: []chain{
+func (r Ruleset) routedWall() table {
+	return table{family: inet, name: "wall", chains: []chain{
 		r.stop(),
-		r.captureWall(f),
-		r.outbound(f),
-		r.decide(f),
-		leaving(),
+		r.captureWall(),
+		r.outbound(inet),
+		r.leaving(),
 		r.leavingPod(),
 		r.arriving(),
 		fromGate(),
@@ -78,13 +77,13 @@ func (r Ruleset) wallOf(f Family) table {
 }
 
 // refusals rejects packets other than TCP that must not be sent.
-func (r Ruleset) refusals(f Family) table {
+func (r Ruleset) refusals() table {
 	quic, other := targetReject, targetReject
 	quic.cause, other.cause = CauseQUIC, CauseOther
 	via := match{notProto: "tcp"}
-	return table{family: f, name: "refuse", chains: []chain{
-		{name: chainCapture, rules: r.others(f, quic, other)},
-		r.outbound(f),
+	return table{family: inet, name: "refuse", chains: []chain{
+		{name: chainCapture, rules: r.others(inet, quic, other)},
+		r.outbound(inet),
 		r.fromPod(via, true),
 		r.fromElsewhere(chainForward, via, nil, true),
 	}}
@@ -99,7 +98,7 @@ func (r Ruleset) walled() []string {
 
 // leavingPod sees packets after all address translation.
 func (r Ruleset) leavingPod() chain {
-	c := chain{name: chainPostrouting, hook: chainPostrouting, why: "packets that the netns sends or forwards"}
+	c := chain{name: chainPostrouting, hook: chainPostrouting}
 	c.rules = []rule{
 		{match{out: "lo"}, targetReturn, "from the pod to itself"},
 		// Also of packets for other interfaces, such as a VLAN interface: their frames meet the table of the link.
@@ -111,32 +110,24 @@ func (r Ruleset) leavingPod() chain {
 	return c
 }
 
-func leaving() chain {
-	return chain{name: chainLeaving, rules: []rule{
-		{match{}, jump(chainDecide), "returns if the packet may leave"},
-		{match{}, target{verb: verbPass}, "it may"},
-	}}
-}
-
-// decide returns packets that may leave, the most frequent ones first.
-func (r Ruleset) decide(f Family) chain {
-	detour := match{detour: true}
-	if f == IPv4 {
-		detour.notProto = "igmp" // its packets have another option
-	}
-	c := chain{name: chainDecide, rules: []rule{
-		{detour, jump(chainStop), "a source route: it may end at a captured destination"},
+// leaving lets packets pass that may leave, the most frequent ones first, and stops the others.
+func (r Ruleset) leaving() chain {
+	const detour = "a source route: it may end at a captured destination"
+	c := chain{name: chainLeaving, rules: []rule{
+		// The packets of IGMP have another option.
+		{match{family: IPv4, notProto: "igmp", detour: true}, jump(chainStop), detour},
+		{match{family: IPv6, detour: true}, jump(chainStop), detour},
 		{
-			match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetReturn,
+			match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetPass,
 			"its connection was let out",
 		},
-		{match{proto: "tcp", state: ctReply, answers: true}, targetReturn, "an answer to a connection from outside"},
+		{match{proto: "tcp", state: ctReply, answers: true}, targetPass, "an answer to a connection from outside"},
 		// Only with state NEW: the entry outlives the connection, and its port may get another user.
-		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetReturn, "sluiced lets it go direct"},
+		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetPass, "sluiced lets it go direct"},
 	}}
 	if r.KeepOlder {
 		c.rules = append(c.rules, rule{
-			match{proto: "tcp", notSYN: true}, targetReturn, "its connection may be older than the capture",
+			match{proto: "tcp", notSYN: true}, targetPass, "its connection may be older than the capture",
 		})
 	}
 	c.rules = append(c.rules,
@@ -145,25 +136,27 @@ func (r Ruleset) decide(f Family) chain {
 			match{proto: "tcp", state: ctOriginal}, target{verb: verbLetOut},
 			"excluded: the connection goes on if the rules change",
 		},
+		rule{match{}, targetPass, "excluded"},
 	)
 	return c
 }
 
 // captureWall also drops what refusals has not rejected, such as a packet of a raw socket that goes to no connection.
-func (r Ruleset) captureWall(f Family) chain {
-	c := chain{name: chainCapture, rules: r.others(f, jump(chainStop), jump(chainStop))}
-	headers := []string{"ah"}
-	if f == IPv6 {
-		headers = append(headers, "mobility", "hip", "shim6")
-	}
-	for _, header := range headers {
-		c.rules = append(c.rules, rule{match{proto: header}, jump(chainStop), "TCP may follow this header"})
+func (r Ruleset) captureWall() chain {
+	c := chain{name: chainCapture, rules: r.others(inet, jump(chainStop), jump(chainStop))}
+	for _, header := range []match{
+		{proto: "ah"},
+		{family: IPv6, proto: "mobility"}, {family: IPv6, proto: "hip"}, {family: IPv6, proto: "shim6"},
+	} {
+		c.rules = append(c.rules, rule{header, jump(chainStop), "TCP may follow this header"})
 	}
 	c.rules = append(c.rules, rule{match{notProto: "tcp"}, targetReturn, "no TCP"})
 	if len(r.ExcludePorts)+len(r.IncludePorts) > 0 {
 		// nftables takes other bytes of some fragments for their ports: of IPv6 a part of the flow label.
-		fragment := match{proto: "tcp", fragment: true}
-		c.rules = append(c.rules, rule{fragment, jump(chainStop), "it may not show its ports"})
+		for _, f := range []Family{IPv4, IPv6} {
+			fragment := match{family: f, proto: "tcp", fragment: true}
+			c.rules = append(c.rules, rule{fragment, jump(chainStop), "it may not show its ports"})
+		}
 	}
 	// The ports that are not captured return, and all else is stopped.
 	c.rules = append(c.rules, r.excludedPorts()...)
@@ -202,7 +195,7 @@ func (r Ruleset) stop() chain {
 
 // arriving sees packets before their destination is translated and before they are routed.
 func (r Ruleset) arriving() chain {
-	c := chain{name: chainPrerouting, hook: chainPrerouting, why: "packets that arrive"}
+	c := chain{name: chainPrerouting, hook: chainPrerouting}
 	c.rules = []rule{{match{in: "lo"}, targetReturn, "from the pod to itself"}}
 	for _, name := range r.walled() {
 		begins := match{in: name, proto: "tcp", state: ctNew}
@@ -221,15 +214,14 @@ func (r Ruleset) arriving() chain {
 
 // sent sees packets of the netns' own sockets, before their destination is translated.
 func (r Ruleset) sent() chain {
-	c := chain{name: chainOutput, hook: chainOutput, why: "packets that the pod itself sends"}
+	c := chain{name: chainOutput, hook: chainOutput}
 	for _, port := range r.openPorts() {
 		c.rules = append(c.rules, rule{match{proto: "tcp", sport: port}, jump(chainGate), "from the gate"})
 	}
 	c.rules = append(c.rules,
 		rule{match{out: "lo"}, targetReturn, "from the pod to itself"},
 		rule{match{}, target{verb: verbOutside}, "a mark that the sender has set counts for nothing"},
-		rule{match{toBridge: true}, target{verb: verbKnowTo}, "nested containers are behind bridges"},
-		rule{match{toBridge: true}, target{verb: verbInside}, "to a nested container"},
+		rule{match{toBridge: true}, target{verb: verbKnowTo}, "to a nested container: they are behind bridges"},
 	)
 	return c
 }
@@ -246,22 +238,15 @@ func fromGate() chain {
 
 // egress describes the table of the link. The kernel refuses a hook at an interface that does not exist.
 func (r Ruleset) egress(interfaces []Interface) table {
-	t := table{family: link, name: "wall", chains: []chain{
-		r.plain(),
-		{name: chainEgress, rules: []rule{
-			{match{}, jump(chainPlain), "accepts frames that plainly carry no TCP"},
-			{match{routed: true}, target{verb: verbStop, cause: CausePod}, "the stack's rules have not let it pass"},
-			{match{}, target{verb: verbStop, cause: CausePacket}, "sent by a packet socket, or by a stack of its own"},
-		}},
-	}}
+	t := table{family: link, name: "wall", chains: []chain{{name: chainEgress, rules: append(r.plain(),
+		rule{match{routed: true}, target{verb: verbStop, cause: CausePod}, "the stack's rules have not let it pass"},
+		rule{match{}, target{verb: verbStop, cause: CausePacket}, "sent by a packet socket, or by a stack of its own"},
+	)}}}
 	for _, i := range interfaces {
 		if !slices.Contains(r.walled(), i.Name) {
 			continue
 		}
-		c := chain{
-			name: chainEgress + "_" + i.Name, hook: chainEgress, via: match{out: i.Name},
-			why: "frames for a CNI interface",
-		}
+		c := chain{name: chainEgress + "_" + i.Name, hook: chainEgress, at: i.Name}
 		for _, frame := range i.frames() {
 			passes := match{passed: true, routed: true, frame: frame}
 			c.rules = append(c.rules, rule{passes, targetAccept, "the stack's rules have let it pass"})
@@ -316,8 +301,7 @@ var harmless = []uint16{unix.ETH_P_ARP, unix.ETH_P_PAE, unix.ETH_P_LLDP, unix.ET
 
 // plain accepts frames that did not pass the rules of the stack but plainly carry no TCP. It looks at bytes of the
 // frame and not at the kernel's notion of its protocol, since a packet socket can set that to any value.
-func (r Ruleset) plain() chain {
-	c := chain{name: chainPlain}
+func (r Ruleset) plain() (rules []rule) {
 	// A tag with VLAN identifier 0 only has a priority: the frame belongs to no VLAN.
 	untagged := []frameTest{
 		{offset: offsetType, value: be16(etherVLAN)},
@@ -329,7 +313,7 @@ func (r Ruleset) plain() chain {
 	}{{0, nil}, {sizeVLANTag, untagged}} {
 		for _, t := range harmless {
 			is := frameTest{offset: offsetType + tag.size, value: be16(t)}
-			c.rules = append(c.rules, rule{
+			rules = append(rules, rule{
 				match{frame: append(slices.Clone(tag.tests), is)}, targetAccept, "no IP, such as ARP",
 			})
 		}
@@ -339,10 +323,10 @@ func (r Ruleset) plain() chain {
 				t.offset += tag.size
 				tests = append(tests, t)
 			}
-			c.rules = append(c.rules, rule{match{frame: tests}, targetAccept, k.why})
+			rules = append(rules, rule{match{frame: tests}, targetAccept, k.why})
 		}
 	}
-	return c
+	return rules
 }
 
 // plainIP lists the kinds of IP packets that a packet socket may send. An IPv6 extension header, an IPv4 option or a
