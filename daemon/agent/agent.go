@@ -18,8 +18,11 @@ import (
 )
 
 const (
-	// reconcileInterval is the time between looks at the records and the netns, and between ticks of the endpoints.
+	// reconcileInterval is the time between looks at the records, and between ticks of the endpoints.
 	reconcileInterval = time.Second
+	// cleanUpInterval is the time between looks for netns that are gone and captures that have ended. A look takes some
+	// microseconds for each netns.
+	cleanUpInterval = 3 * time.Second
 	// reconsiderInterval is the time between attempts to bring attachments in line that could not be before.
 	reconsiderInterval = 10 * time.Second
 	// drainTimeout bounds how long a daemon that has handed over goes on with the connections that are open.
@@ -71,7 +74,7 @@ func New(c Config) *Agent {
 		orchestrator: c.Orchestrator, events: events, settler: settler{c.Orchestrator, events, c.Store, c.Log},
 		upstream: c.Upstream, table: c.Table, store: c.Store, records: &recordWatch{store: c.Store},
 		returning: c.ProxyReturn, tenure: handover.NewTenure(), log: c.Log,
-		watch: watch.New(c.Log), verifier: verifier{restored: map[attach.NetnsID][]time.Time{}},
+		watch: watch.New(), verifier: verifier{restored: map[attach.NetnsID][]time.Time{}},
 	}
 }
 
@@ -80,9 +83,12 @@ func New(c Config) *Agent {
 // listeners. In the second case it returns when the last connection has ended, or resets the rest after drainTimeout.
 func (a *Agent) Run(ctx context.Context) error {
 	reconcile, reconsider := time.NewTicker(reconcileInterval), time.NewTicker(reconsiderInterval)
+	cleanUp := time.NewTicker(cleanUpInterval)
 	defer reconcile.Stop()
 	defer reconsider.Stop()
+	defer cleanUp.Stop()
 	defer a.watch.Close()
+	a.CleanUp(ctx)
 	a.Reconsider(ctx)
 	for ctx.Err() == nil && !a.tenure.IsSucceeded() {
 		a.Reconcile(ctx)
@@ -94,6 +100,8 @@ func (a *Agent) Run(ctx context.Context) error {
 				return nil
 			})
 			a.verifyChanged(ctx, now)
+		case <-cleanUp.C:
+			a.CleanUp(ctx)
 		case <-a.watch.Changed():
 			a.verifyChanged(ctx, time.Now())
 		case <-reconsider.C:

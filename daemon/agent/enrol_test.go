@@ -221,7 +221,7 @@ func TestReleaseRemovesRulesAndGate(t *testing.T) {
 		a.Reconcile(t.Context())
 		o.set(pass)
 		a.Reconsider(t.Context())
-		a.Reconcile(t.Context())
+		a.CleanUp(t.Context())
 		if rules := p.rules(); strings.Contains(strings.ToLower(rules), "sluice") {
 			t.Errorf("rules are left:\n%s", rules)
 		}

@@ -64,13 +64,13 @@ func TestInboundPortsChange(t *testing.T) {
 		for range 2 { // the second round opens the listener again
 			o.set(captureInbound)
 			a.Reconsider(t.Context())
-			a.Reconcile(t.Context())
+			a.CleanUp(t.Context())
 			if got := inbound(); got != 1 {
 				t.Fatalf("inbound ports: got %d listeners, want 1", got)
 			}
 			o.set(capture)
 			a.Reconsider(t.Context())
-			a.Reconcile(t.Context())
+			a.CleanUp(t.Context())
 			check("inbound ports removed")
 			if inbound() > 0 {
 				t.Error("port 15006 is still open")
@@ -83,7 +83,7 @@ func TestInboundPortsChange(t *testing.T) {
 		testbed.Eventually(t, "an inbound connection waits as well", waits(2))
 		o.set(capture)
 		a.Reconsider(t.Context())
-		a.Reconcile(t.Context())
+		a.CleanUp(t.Context())
 		check("inbound ports removed while a connection waits")
 		if !waits(2)() || inbound() != 1 {
 			t.Errorf("inbound ports removed: both connections wait %t, %d inbound listeners; want true, 1",
@@ -91,7 +91,7 @@ func TestInboundPortsChange(t *testing.T) {
 		}
 		o.set(pass)
 		a.Reconsider(t.Context())
-		a.Reconcile(t.Context())
+		a.CleanUp(t.Context())
 		check("released")
 		if !waits(2)() {
 			t.Error("released: the connections do not wait any more")

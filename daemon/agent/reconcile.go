@@ -18,7 +18,7 @@ const (
 	everything scope = true  // yes: its rules are brought in line with the orchestrator too
 )
 
-// Reconcile reads new records, settles provisional ones, and removes the attachments whose netns is gone.
+// Reconcile reads new records and settles provisional ones.
 func (a *Agent) Reconcile(ctx context.Context) {
 	a.yieldIfReplaced() // first: if another daemon runs, it owns the endpoints
 	_ = a.tenure.Do(func() error {
@@ -28,10 +28,8 @@ func (a *Agent) Reconcile(ctx context.Context) {
 }
 
 func (a *Agent) reconcile(ctx context.Context, s scope) {
-	err := a.removeGone()
-	a.closeUnused(ctx)
-	records, rerr := a.records.read()
-	if err := errors.Join(err, rerr); err != nil {
+	records, err := a.records.read()
+	if err != nil {
 		a.log.Error("attachment records cannot be read or removed", "err", err)
 	}
 	for _, r := range records {
@@ -41,6 +39,17 @@ func (a *Agent) reconcile(ctx context.Context, s scope) {
 			a.records.rescan()
 		}
 	}
+}
+
+// CleanUp removes the attachments whose netns is gone, and ends captures that nothing uses any more.
+func (a *Agent) CleanUp(ctx context.Context) {
+	_ = a.tenure.Do(func() error {
+		if err := a.removeGone(); err != nil {
+			a.log.Error("attachment records cannot be read or removed", "err", err)
+		}
+		a.closeUnused(ctx)
+		return nil
+	})
 }
 
 // recordTrouble records, and logs once, why an attachment is not in line.

@@ -114,7 +114,7 @@ func TestReconcileLeavesAnUnfinishedADD(t *testing.T) {
 				}
 			}
 			h.Delete()
-			a.Reconcile(t.Context())
+			a.CleanUp(t.Context())
 			checkRecord(t, a, r.ID, false)
 		})
 	}
@@ -143,7 +143,7 @@ func TestReconcileDuringAnADD(t *testing.T) {
 func TestReconcileRemovesRecordsOfGoneNetns(t *testing.T) {
 	t.Parallel()
 	for name, replaced := range map[string]bool{"gone": false, "replaced at the same path": true} {
-		for when, known := range map[string]bool{"before Reconcile": false, "between two calls of Reconcile": true} {
+		for when, known := range map[string]bool{"before Reconcile": false, "between two looks": true} {
 			t.Run(name+" "+when, func(t *testing.T) {
 				t.Parallel()
 				h := testbed.NewHost(t, "pod")
@@ -162,6 +162,7 @@ func TestReconcileRemovesRecordsOfGoneNetns(t *testing.T) {
 					testbed.Run(t, "ip", "netns", "add", h.Name)
 					h.IP("link", "set", "lo", "up")
 				}
+				a.CleanUp(t.Context())
 				a.Reconcile(t.Context())
 				checkRecord(t, a, r.ID, false)
 				if s, ok := a.statusOf(r.ID); ok {

@@ -29,6 +29,8 @@ const (
 
 // verifier keeps the rules of captured pods as they were installed.
 type verifier struct {
+	synced   uint64                         // the state of the table whose netns are watched
+	blind    bool                           // the last attempt to watch them failed
 	restored map[attach.NetnsID][]time.Time // when rules were restored, as far as undoneWithin ago
 	looked   time.Time                      // of the last look at one netns
 	looks    watch.Round
@@ -36,8 +38,12 @@ type verifier struct {
 	counts   watch.Round
 }
 
-// watched syncs the watched netns with the captured ones.
+// watched syncs the watched netns with the captured ones, unless the records are those of the last time.
 func (a *Agent) watched() {
+	changes := a.table.Changes()
+	if a.verifier.synced == changes {
+		return
+	}
 	paths := map[attach.NetnsID]string{}
 	for _, e := range a.table.All() {
 		for _, r := range e.Records() {
@@ -46,7 +52,14 @@ func (a *Agent) watched() {
 			}
 		}
 	}
-	a.watch.Sync(paths)
+	if err := a.watch.Sync(paths); err != nil {
+		if !a.verifier.blind {
+			a.log.Error("the rules of a pod are not watched; trying again", "err", err)
+		}
+		a.verifier.blind = true
+		return
+	}
+	a.verifier.synced, a.verifier.blind = changes, false
 }
 
 // verifyChanged verifies the netns that have changed, and from time to time another one.
@@ -221,10 +234,10 @@ func (a *Agent) Count() {
 // count is Count for one netns.
 func (a *Agent) count(e *endpoint.Endpoint) {
 	in := e.Installed()
-	if in == nil {
+	if in == nil || in.Wall == ruleset.WallNone {
 		return
 	}
-	first, err := a.watch.Count(e.ID, *in)
+	first, err := a.watch.Count(e.ID)
 	if err != nil {
 		a.log.Debug("the counters of a wall cannot be read", "netnsID", e.ID.String(), "err", err)
 	}

@@ -36,6 +36,7 @@ type Table struct {
 
 	mu        sync.Mutex // guards the maps
 	endpoints map[attach.NetnsID]*Endpoint
+	changes   uint64                        // how many times a record was added, replaced or removed
 	attached  map[attach.ID]*Endpoint       // the endpoint of each attachment
 	inherited map[attach.NetnsID][]*os.File // listeners that another daemon or a proxy has handed over
 }
@@ -75,12 +76,20 @@ func (t *Table) Find(id attach.ID) *Endpoint {
 func (t *Table) record(id attach.ID, e, was *Endpoint) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	t.changes++
 	switch {
 	case e != nil:
 		t.attached[id] = e
 	case t.attached[id] == was:
 		delete(t.attached, id)
 	}
+}
+
+// Changes returns a number that is another one when a record has been added, replaced or removed.
+func (t *Table) Changes() uint64 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.changes
 }
 
 // Gone returns the attachments whose netns does not exist any more.

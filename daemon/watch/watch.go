@@ -8,7 +8,6 @@ package watch
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"maps"
 	"os"
 	"slices"
@@ -24,7 +23,6 @@ import (
 
 // Watcher watches the netns of this node.
 type Watcher struct {
-	log     *slog.Logger
 	changed chan struct{}
 	reader  sync.WaitGroup
 
@@ -48,15 +46,16 @@ type netns struct {
 }
 
 // New makes a Watcher that watches no netns.
-func New(log *slog.Logger) *Watcher {
+func New() *Watcher {
 	return &Watcher{
-		log: log, changed: make(chan struct{}, 1),
-		netns: map[attach.NetnsID]*netns{}, sockets: map[int32]*netns{}, stopped: map[ruleset.Cause]uint64{},
+		changed: make(chan struct{}, 1),
+		netns:   map[attach.NetnsID]*netns{}, sockets: map[int32]*netns{}, stopped: map[ruleset.Cause]uint64{},
 	}
 }
 
-// Sync makes the watched netns those at the paths. A netns that is new counts as changed.
-func (w *Watcher) Sync(paths map[attach.NetnsID]string) {
+// Sync makes the watched netns those at the paths. A netns that is new counts as changed. One that is gone is left out;
+// the error names the others that cannot be watched.
+func (w *Watcher) Sync(paths map[attach.NetnsID]string) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for id, n := range w.netns {
@@ -68,21 +67,27 @@ func (w *Watcher) Sync(paths map[attach.NetnsID]string) {
 			n.close()
 		}
 	}
+	var errs []error
 	for id, path := range paths {
 		if w.netns[id] != nil {
+			continue
+		}
+		now, err := attach.StatNetns(path)
+		if errors.Is(err, attach.ErrNetnsGone) || err == nil && !now.SameFile(id) {
 			continue
 		}
 		n, err := open(path)
 		if err == nil {
 			err = w.addLocked(n)
 		}
-		if err != nil { // gone meanwhile, most likely
-			w.log.Debug("a netns cannot be watched", "netns", path, "err", err)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("watching netns %s: %w", path, err))
 			continue
 		}
 		w.netns[id] = n
 		w.noteLocked(n)
 	}
+	return errors.Join(errs...)
 }
 
 // addLocked begins to wait for the events of n. One goroutine waits for those of all netns: with one for each, the
@@ -114,7 +119,7 @@ func (w *Watcher) addLocked(n *netns) error {
 
 // Close ends watching.
 func (w *Watcher) Close() {
-	w.Sync(nil)
+	_ = w.Sync(nil) // nothing to open
 	w.mu.Lock()
 	if w.epoll != nil {
 		_ = w.epoll.Close() // ends the reader
@@ -263,16 +268,16 @@ func compare(a, b attach.NetnsID) int {
 	return slices.Compare([]uint64{a.Dev, a.Ino, a.Cookie}, []uint64{b.Dev, b.Ino, b.Cookie})
 }
 
-// Count reads the counters of the netns in which in is installed. It returns the causes for which no packet was stopped
-// there before.
-func (w *Watcher) Count(id attach.NetnsID, in ruleset.Installed) (first []ruleset.Cause, err error) {
+// Count reads the counters of a netns that has a wall. It returns the causes for which no packet was stopped there
+// before.
+func (w *Watcher) Count(id attach.NetnsID) (first []ruleset.Cause, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	n := w.netns[id]
-	if n == nil || in.Wall == ruleset.WallNone {
+	if n == nil {
 		return nil, nil
 	}
-	read, err := n.counters.Stopped(in)
+	read, err := n.counters.Stopped()
 	if err != nil {
 		return nil, err
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"maps"
 	"net"
 	"os"
@@ -26,9 +25,16 @@ var start = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 
 func newWatcher(t *testing.T) *Watcher {
 	t.Helper()
-	w := New(slog.New(slog.DiscardHandler))
+	w := New()
 	t.Cleanup(w.Close) // hangs if a reader does not end
 	return w
+}
+
+func syncTo(t *testing.T, w *Watcher, paths map[attach.NetnsID]string) {
+	t.Helper()
+	if err := w.Sync(paths); err != nil {
+		t.Error(err)
+	}
 }
 
 // watch makes w watch the netns of hosts, and takes the changes that they are as new ones.
@@ -44,7 +50,7 @@ func watch(t *testing.T, w *Watcher, hosts ...*testbed.Host) []attach.NetnsID {
 		all = append(all, id)
 		paths[id] = h.Path()
 	}
-	w.Sync(paths)
+	syncTo(t, w, paths)
 	<-w.Changed()
 	got := w.Take(start)
 	slices.SortFunc(got, compare)
@@ -131,7 +137,7 @@ func TestNextGoesAround(t *testing.T) {
 		t.Errorf("ten of three: got %v, want each once, %v", got, all)
 	}
 	w.Next(&r, 1)
-	w.Sync(map[attach.NetnsID]string{all[2]: ""}) // the netns at which the round is goes
+	syncTo(t, w, map[attach.NetnsID]string{all[2]: ""}) // the netns at which the round is goes
 	if got := w.Next(&r, 1); !slices.Equal(got, all[2:]) {
 		t.Errorf("got %v, want the one that is left, %v", got, all[2:])
 	}
@@ -190,7 +196,7 @@ func (p *pod) sendQUIC(count int) {
 // wantCount counts, and compares all counters with those that are not 0.
 func wantCount(t *testing.T, w *Watcher, p *pod, first []ruleset.Cause, want map[ruleset.Cause]uint64) {
 	t.Helper()
-	got, err := w.Count(p.id, p.installed)
+	got, err := w.Count(p.id)
 	if err != nil || !slices.Equal(got, first) {
 		t.Errorf("Count: got %v, %v; want the first packets of %v", got, err, first)
 	}
@@ -222,14 +228,14 @@ func TestCountSumsUp(t *testing.T) {
 	p.sendQUIC(4)
 	wantCount(t, w, p, nil, map[ruleset.Cause]uint64{ruleset.CauseQUIC: 9})
 
-	w.Sync(nil)
+	syncTo(t, w, nil)
 	if got := w.Stopped(p.id); got != nil {
 		t.Errorf("not watched any more: Stopped returns %v", got)
 	}
 	if got := w.Total()[ruleset.CauseQUIC]; got != 9 {
 		t.Errorf("not watched any more: the total is %d, want 9 as before", got)
 	}
-	if first, err := w.Count(p.id, p.installed); first != nil || err != nil {
+	if first, err := w.Count(p.id); first != nil || err != nil {
 		t.Errorf("not watched any more: Count returns %v, %v", first, err)
 	}
 }
@@ -241,7 +247,7 @@ func TestSyncLetsNetnsGo(t *testing.T) {
 	node.IP("link", "add", "peer", "type", "veth", "peer", "name", "eth0", "netns", gone.Name)
 	ids := watch(t, w, gone, kept)
 	gone.Delete()
-	w.Sync(map[attach.NetnsID]string{ids[1]: kept.Path()})
+	syncTo(t, w, map[attach.NetnsID]string{ids[1]: kept.Path()})
 	testbed.Eventually(t, "the netns ends, and its link with it", func() bool {
 		_, err := node.TryExec("ip", "link", "show", "peer")
 		var failed *exec.ExitError // TryExec also fails if the program cannot be started
@@ -252,7 +258,7 @@ func TestSyncLetsNetnsGo(t *testing.T) {
 	}
 }
 
-func TestSyncTriesAgain(t *testing.T) {
+func TestSyncLeavesOutWhatIsGone(t *testing.T) {
 	t.Parallel()
 	w := newWatcher(t)
 	h := testbed.NewHost(t, "pod")
@@ -260,9 +266,9 @@ func TestSyncTriesAgain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.Sync(map[attach.NetnsID]string{id: "/run/netns/does-not-exist"})
+	syncTo(t, w, map[attach.NetnsID]string{id: "/run/netns/does-not-exist"})
 	if got := w.Take(start); len(got) > 0 {
-		t.Errorf("a netns that cannot be opened: Take returns %v", got)
+		t.Errorf("a netns that is gone: Take returns %v", got)
 	}
 	watch(t, w, h)
 }

@@ -8,7 +8,6 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/binaryutil"
-	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
 )
 
@@ -27,42 +26,22 @@ func OpenCounters() (*Counters, error) {
 // Close closes the connection to the kernel.
 func (c *Counters) Close() error { return c.conn.CloseLasting() }
 
-// Stopped returns the number of packets that were stopped since i was installed. A count may also begin anew when a
-// part of the rules is restored.
-func (c *Counters) Stopped(i Installed) (map[Cause]uint64, error) {
+// Stopped returns the number of packets that were stopped since the wall was installed. A count may also begin anew when
+// a part of the rules is restored. A pod that has the capability to change its rules may add counters of its own.
+func (c *Counters) Stopped() (map[Cause]uint64, error) {
 	counts := map[Cause]uint64{}
-	for _, t := range i.wall() {
-		for _, chain := range t.chains {
-			if err := c.add(counts, t, chain); err != nil {
-				return nil, err
+	for _, name := range []string{"wall", "refuse"} {
+		all, err := c.conn.GetObjects(&nftables.Table{Name: nftTablePrefix + name}) // of every family
+		if err != nil {
+			return nil, fmt.Errorf("reading the counters of the tables %s: %w", nftTablePrefix+name, err)
+		}
+		for _, o := range all {
+			if counter, ok := o.(*nftables.CounterObj); ok && slices.Contains(Causes, Cause(counter.Name)) {
+				counts[Cause(counter.Name)] += counter.Packets
 			}
 		}
 	}
 	return counts, nil
-}
-
-// add adds the counters of one chain.
-func (c *Counters) add(counts map[Cause]uint64, t table, chain chain) error {
-	if !slices.ContainsFunc(chain.rules, func(r rule) bool { return r.target.cause != "" }) {
-		return nil
-	}
-	nt := nftTable(t)
-	have, err := c.conn.GetRules(nt, &nftables.Chain{Table: nt, Name: chainPrefix + chain.name})
-	if errors.Is(err, unix.ENOENT) {
-		return nil // it will be restored
-	}
-	if err != nil {
-		return fmt.Errorf("reading the counters of chain %s: %w", chain.name, err)
-	}
-	for n := range min(len(have), len(chain.rules)) {
-		r := chain.rules[n]
-		for _, e := range have[n].Exprs {
-			if counter, ok := e.(*expr.Counter); ok && r.target.cause != "" {
-				counts[r.target.cause] += counter.Packets
-			}
-		}
-	}
-	return nil
 }
 
 // KnowBridges tells the wall in the netns at path of bridges, by their interface indices: packets to them stay in the

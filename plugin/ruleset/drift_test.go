@@ -170,6 +170,13 @@ var commonDamages = []damage{
 		[]string{"inet table sluice-wall: it has flags, such as dormant"},
 	},
 	{
+		"counters are added",
+		[]string{"nft add counter inet sluice-wall more", "nft add counter netdev sluice-wall quic"},
+		[]string{
+			"inet table sluice-wall: 3 counters instead of 2", "link table sluice-wall: 3 counters instead of 2",
+		},
+	},
+	{
 		"the wall stands elsewhere",
 		[]string{
 			"nft delete chain inet sluice-refuse OUTPUT",

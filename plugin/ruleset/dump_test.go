@@ -18,6 +18,9 @@ import (
 func dumpTable(w io.Writer, t table) {
 	nt := nftTable(t)
 	fmt.Fprintf(w, "table %s %s\n", map[Family]string{IPv4: "ip", IPv6: "ip6", inet: "inet", link: "netdev"}[t.family], nt.Name)
+	for _, cause := range causesOf(t.chains) {
+		fmt.Fprintf(w, "  counter %s\n", cause)
+	}
 	for _, c := range nftChains(t) {
 		fmt.Fprintf(w, "  chain %s", c.name)
 		if c.hook != "" {
@@ -75,8 +78,8 @@ func describe(e expr.Any) string {
 		return fmt.Sprintf("lookup reg %d in %s", e.SourceRegister, e.SetName)
 	case *expr.Dynset:
 		return fmt.Sprintf("add reg %d to %s", e.SrcRegKey, e.SetName)
-	case *expr.Counter:
-		return "counter"
+	case *expr.Objref:
+		return "count " + e.Name
 	case *expr.Exthdr:
 		return fmt.Sprintf("exthdr load presence of %d => reg %d", e.Type, e.DestRegister)
 	case *expr.NAT:
@@ -93,7 +96,7 @@ func describe(e expr.Any) string {
 	case *expr.Verdict:
 		kinds := map[expr.VerdictKind]string{
 			expr.VerdictReturn: "return", expr.VerdictAccept: "accept", expr.VerdictDrop: "drop",
-			expr.VerdictJump: "jump",
+			expr.VerdictJump: "jump", expr.VerdictGoto: "goto",
 		}
 		return strings.TrimSpace(kinds[e.Kind] + " " + e.Chain)
 	}

@@ -171,6 +171,11 @@ func addTable(conn *nftables.Conn, t table) error {
 		}
 	}
 	chains := nftChains(t)
+	for _, cause := range causesOf(chains) {
+		conn.AddObj(&nftables.NamedObj{
+			Table: nt, Name: string(cause), Type: nftables.ObjTypeCounter, Obj: &expr.Counter{},
+		})
+	}
 	for _, c := range chains {
 		if c.hook == "" {
 			conn.AddChain(&nftables.Chain{Table: nt, Name: c.name}) // before the rules that jump to it
@@ -188,6 +193,17 @@ func addTable(conn *nftables.Conn, t table) error {
 		}
 	}
 	return nil
+}
+
+// causesOf are the causes by which the rules of chains count packets.
+func causesOf(chains []chain) []Cause {
+	found := map[Cause]bool{}
+	for _, c := range chains {
+		for _, r := range c.rules {
+			found[r.target.cause] = true
+		}
+	}
+	return slices.DeleteFunc(slices.Clone(Causes), func(c Cause) bool { return !found[c] })
 }
 
 // nftChains are the chains of t as this backend makes them: those at a hook are base chains of their own, which stand
@@ -227,6 +243,11 @@ func checkTables(conn *nftables.Conn, tables []table) ([]string, error) {
 		return nil, err
 	}
 	for _, t := range tables {
+		d, err := checkCounters(conn, t)
+		if err != nil {
+			return nil, err
+		}
+		drift = append(drift, d...)
 		for _, c := range nftChains(t) {
 			if c.hook != "" && slices.ContainsFunc(bases, func(b *nftables.Chain) bool { return isAstray(b, t, c) }) {
 				drift = append(drift, fmt.Sprintf("%s table %s chain %s: not at its hook", t.family, nftTable(t).Name,
@@ -255,6 +276,24 @@ func checkFlags(conn *nftables.Conn, tables []table) (drift []string, err error)
 				drift = append(drift, fmt.Sprintf("%s table %s: it has flags, such as dormant", t.family, nt.Name))
 			}
 		}
+	}
+	return drift, nil
+}
+
+// checkCounters reports counters of t that are not sluice's: a pod could make reading them slow. The rules refer to those
+// that are, so the kernel keeps them.
+func checkCounters(conn *nftables.Conn, t table) (drift []string, err error) {
+	want := len(causesOf(t.chains))
+	if want == 0 {
+		return nil, nil
+	}
+	nt := nftTable(t)
+	have, err := conn.GetObjects(nt)
+	if err != nil {
+		return nil, fmt.Errorf("listing the counters of %s table %s: %w", t.family, nt.Name, err)
+	}
+	if len(have) > want {
+		drift = append(drift, fmt.Sprintf("%s table %s: %d counters instead of %d", t.family, nt.Name, len(have), want))
 	}
 	return drift, nil
 }
@@ -312,15 +351,13 @@ func text(f Family, chain string, r rule) string {
 }
 
 // readable leaves out the differences between a rule as it was written and as google/nftables v0.3.0 reads it: it skips
-// the socket expression, so only the comparison of its result stays, and it reads values of counters and the IDs that
-// sets had in the transaction.
+// the socket expression, so only the comparison of its result stays, and it reads the IDs that sets had in the
+// transaction.
 func readable(all []expr.Any) []expr.Any {
 	var kept []expr.Any
 	for _, e := range all {
 		switch e := e.(type) {
 		case *expr.Socket:
-		case *expr.Counter:
-			kept = append(kept, &expr.Counter{})
 		case *expr.Ct: // its source register is not read
 			if e.SourceRegister {
 				e = &expr.Ct{Key: e.Key}
@@ -355,6 +392,7 @@ const (
 	metaKeyOIFKIND expr.MetaKey = 27
 )
 
+// nftMatch puts first what tells the most packets of established connections apart: each expression costs time.
 func nftMatch(f Family, m match) []expr.Any {
 	var e []expr.Any
 	add := func(x ...expr.Any) { e = append(e, x...) }
@@ -394,14 +432,14 @@ func nftMatch(f Family, m match) []expr.Any {
 		add(&expr.Fib{Register: reg, FlagDADDR: true, FlagMARK: true, ResultOIF: true},
 			&expr.Lookup{SourceRegister: reg, SetName: knownBridges})
 	}
+	if m.detour {
+		add(nftDetour(f)...)
+	}
 	if m.proto != "" {
 		add(meta(expr.MetaKeyL4PROTO), equal([]byte{nftProtocols[m.proto]}))
 	}
 	if m.notProto != "" {
 		add(meta(expr.MetaKeyL4PROTO), compare(expr.CmpOpNeq, []byte{nftProtocols[m.notProto]}))
-	}
-	if m.detour {
-		add(nftDetour(f)...)
 	}
 	if m.fragment {
 		add(nftFragment(f)...)
@@ -420,6 +458,9 @@ func nftMatch(f Family, m match) []expr.Any {
 			add(&expr.Range{Op: expr.CmpOpEq, Register: reg, FromData: first, ToData: last})
 		}
 	}
+	if m.state != "" {
+		add(nftState(m.state)...)
+	}
 	if m.syn || m.notSYN {
 		op := map[bool]expr.CmpOp{true: expr.CmpOpEq, false: expr.CmpOpNeq}[m.syn]
 		const flags, fin, syn, rst, ack = 13, 1, 2, 4, 16 // RFC 9293, section 3.1
@@ -428,9 +469,6 @@ func nftMatch(f Family, m match) []expr.Any {
 				SourceRegister: reg, DestRegister: reg, Len: 1, Mask: []byte{fin | syn | rst | ack}, Xor: []byte{0},
 			},
 			compare(op, []byte{syn}))
-	}
-	if m.state != "" {
-		add(nftState(m.state)...)
 	}
 	if m.dnat {
 		const ipsDstNAT = 1 << 5 // IPS_DST_NAT, linux/netfilter/nf_conntrack_common.h
@@ -568,6 +606,9 @@ func nftInterface(name string) []byte {
 	return append([]byte(name), strings.Repeat("\x00", unix.IFNAMSIZ-len(name))...)
 }
 
+// nftCount counts a packet in the counter of its table that has the name of the cause.
+func nftCount(c Cause) expr.Any { return &expr.Objref{Type: int(nftables.ObjTypeCounter), Name: string(c)} }
+
 func nftTarget(f Family, t target) []expr.Any {
 	mark := func(bit, value uint32) []expr.Any {
 		return []expr.Any{
@@ -596,14 +637,16 @@ func nftTarget(f Family, t target) []expr.Any {
 	case verbDrop:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}
 	case verbStop:
-		return []expr.Any{&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}}
+		return []expr.Any{nftCount(t.cause), &expr.Verdict{Kind: expr.VerdictDrop}}
 	case verbReject:
 		if f == inet {
 			portUnreachable := &expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}
-			return []expr.Any{&expr.Counter{}, portUnreachable}
+			return []expr.Any{nftCount(t.cause), portUnreachable}
 		}
 		code := map[Family]uint8{IPv4: 3, IPv6: 4}[f] // port unreachable: RFC 792, RFC 4443
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
+	case verbGoto:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: chainPrefix + t.chain}}
 	case verbRedirect:
 		const protoSpecified = 2 // NF_NAT_RANGE_PROTO_SPECIFIED
 		return []expr.Any{

@@ -114,7 +114,7 @@ const (
 // target is the action for a packet that matches.
 type target struct {
 	verb  verb
-	chain string         // to which it jumps
+	chain string         // of verbJump and verbGoto
 	to    netip.AddrPort // where the connection is sent; of verbRedirect the port only
 	cause Cause          // verbStop and verbReject count the packet by it, unless it is empty
 }
@@ -132,6 +132,7 @@ const (
 
 	// Only the wall has these.
 
+	verbGoto     verb = "GOTO"   // jumps, and does not come back
 	verbStop     verb = "STOP"   // counts and drops
 	verbLetOut   verb = "LETOUT" // sets letOut in the mark of the conntrack entry
 	verbAnswer   verb = "ANSWER" // sets fromOutside there
@@ -160,7 +161,7 @@ func (m match) isOfWall() bool {
 // isOfWall reports whether only nftables renders t.
 func (t target) isOfWall() bool {
 	return slices.Contains([]verb{
-		verbStop, verbLetOut, verbAnswer, verbPass, verbUnpass, verbInside, verbOutside, verbKnowFrom, verbKnowTo,
+		verbGoto, verbStop, verbLetOut, verbAnswer, verbPass, verbUnpass, verbInside, verbOutside, verbKnowFrom, verbKnowTo,
 	}, t.verb)
 }
 

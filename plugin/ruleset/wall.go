@@ -99,18 +99,18 @@ func (r Ruleset) walled() []string {
 // leavingPod sees packets after all address translation.
 func (r Ruleset) leavingPod() chain {
 	c := chain{name: chainPostrouting, hook: chainPostrouting}
-	c.rules = []rule{
-		{match{out: "lo"}, targetReturn, "from the pod to itself"},
-		// Also of packets for other interfaces, such as a VLAN interface: their frames meet the table of the link.
-		{match{}, target{verb: verbUnpass}, "a mark that the sender has set counts for nothing"},
-	}
+	c.rules = []rule{{match{out: "lo"}, targetReturn, "from the pod to itself"}}
 	for _, name := range r.walled() {
-		c.rules = append(c.rules, rule{match{out: name}, jump(chainLeaving), "through a CNI interface"})
+		leaves := target{verb: verbGoto, chain: chainLeaving}
+		c.rules = append(c.rules, rule{match{out: name}, leaves, "through a CNI interface"})
 	}
+	// Of other packets as well: the frames of a VLAN interface meet the table of the link too.
+	unpass := rule{match{}, target{verb: verbUnpass}, "a mark that the sender has set counts for nothing"}
+	c.rules = append(c.rules, unpass)
 	return c
 }
 
-// leaving lets packets pass that may leave, the most frequent ones first, and stops the others.
+// leaving lets packets pass that may leave, whatever mark they have, the most frequent ones first, and stops the others.
 func (r Ruleset) leaving() chain {
 	const detour = "a source route: it may end at a captured destination"
 	c := chain{name: chainLeaving, rules: []rule{
