@@ -18,8 +18,8 @@ import (
 
 const (
 	// roundInterval is the time between looks at one netns after the other. They find changes that the kernel does not
-	// report, which are those of the legacy iptables tools.
-	roundInterval = 5 * time.Second
+	// report, which are those of the legacy iptables tools. A look takes a hundredth of a second.
+	roundInterval = 10 * time.Second
 	// countInterval is the time between looks at the counters of countAtOnce walls. A look takes some tenths of a
 	// millisecond, so on a full node the daemon looks less often at each wall, and not longer.
 	countInterval, countAtOnce = time.Second, 4
@@ -34,7 +34,8 @@ type verifier struct {
 	restored map[attach.NetnsID][]time.Time // when rules were restored, as far as undoneWithin ago
 	looked   time.Time                      // of the last look at one netns
 	looks    watch.Round
-	counted  time.Time // of the last look at counters
+	suspects map[attach.NetnsID]bool // the netns to look at first
+	counted  time.Time               // of the last look at counters
 	counts   watch.Round
 }
 
@@ -69,10 +70,8 @@ func (a *Agent) verifyChanged(ctx context.Context, now time.Time) {
 	all := a.watch.Take(now)
 	if now.Sub(a.verifier.looked).Abs() >= roundInterval {
 		a.verifier.looked = now
-		for _, id := range a.watch.Next(&a.verifier.looks, 1) {
-			if a.isLegacy(id) && !slices.Contains(all, id) {
-				all = append(all, id)
-			}
+		if id, ok := a.nextLegacy(); ok && !slices.Contains(all, id) {
+			all = append(all, id)
 		}
 	}
 	for _, id := range all {
@@ -89,6 +88,26 @@ func (a *Agent) verifyChanged(ctx context.Context, now time.Time) {
 			}
 		}
 	}
+}
+
+// nextLegacy returns a netns for a look whose changes the kernel does not report: one whose wall has stopped packets,
+// since the rules that redirect them may be missing, or the next one of the round.
+func (a *Agent) nextLegacy() (attach.NetnsID, bool) {
+	for _, id := range a.watch.Suspects() {
+		if a.isLegacy(id) {
+			a.verifier.suspects[id] = true
+		}
+	}
+	for id := range a.verifier.suspects {
+		delete(a.verifier.suspects, id)
+		if a.isLegacy(id) {
+			return id, true
+		}
+	}
+	for _, id := range a.watch.Next(&a.verifier.looks, 1) {
+		return id, a.isLegacy(id)
+	}
+	return attach.NetnsID{}, false
 }
 
 // isLegacy reports whether the kernel does not report changes of the rules in a netns.

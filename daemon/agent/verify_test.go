@@ -98,6 +98,30 @@ func TestLegacyRulesAreRestored(t *testing.T) {
 	})
 }
 
+// TestPodsWithStoppedPacketsAreVerifiedFirst, where the kernel does not report changes of the rules: with many pods a
+// round takes long.
+func TestPodsWithStoppedPacketsAreVerifiedFirst(t *testing.T) {
+	t.Parallel()
+	v := newVerified(t, "iptables-legacy") // the round has looked at it
+	other := newTestPod(t)
+	next := v.agent.write(t, other.Host, attach.Captured, other.apply(t, "iptables-legacy"))
+	v.agent.Reconcile(t.Context())
+	v.agent.watched()
+	v.agent.watch.Take(v.now)
+	for _, p := range []*testPod{v.testPod, other} {
+		p.Exec("iptables-legacy", "-t", "nat", "-F", "SLUICE_OUTPUT")
+	}
+	v.sendFrame()
+	v.agent.Count()
+	v.now = v.now.Add(roundInterval)
+	v.agent.verifyChanged(t.Context(), v.now)
+	if r, err := v.agent.store.Read(next.ID); err != nil || !v.inLine(t) {
+		t.Errorf("the rules of %s are not restored (%v)", r, err)
+	} else if drift, err := r.Installed.Check(t.Context(), other.Path()); err != nil || len(drift) == 0 {
+		t.Errorf("the other pod: got %q, %v; want its rules not looked at yet", drift, err)
+	}
+}
+
 // TestEndingAttachmentsAreNotRestored: DEL removes the rules.
 func TestEndingAttachmentsAreNotRestored(t *testing.T) {
 	t.Parallel()
@@ -140,14 +164,18 @@ func TestBusyNetnsIsVerifiedLater(t *testing.T) {
 	})
 }
 
+// sendFrame sends a SYN by a packet socket.
+func (p *testPod) sendFrame() {
+	to := netip.MustParseAddrPort(server + ":80")
+	testbed.SendFrames(p.Host, "eth0", testbed.FrameOptions{}, testbed.Segment{From: to, To: to, Flags: 2}.Frame())
+}
+
 // TestStoppedPacketsAreReported once for each cause, on their pod and in the status.
 func TestStoppedPacketsAreReported(t *testing.T) {
 	t.Parallel()
 	v := newVerified(t, "nftables")
-	to := netip.MustParseAddrPort(server + ":80")
-	frame := testbed.Segment{From: to, To: to, Flags: 2}.Frame()
-	for range 2 {
-		testbed.SendFrames(v.Host, "eth0", testbed.FrameOptions{}, frame, frame)
+	for range 4 {
+		v.sendFrame()
 		v.agent.Count()
 	}
 	if got := v.reasons(); !slices.Equal(got, []string{reasonStopped}) {

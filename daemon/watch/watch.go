@@ -40,6 +40,7 @@ type netns struct {
 
 	// Guarded by Watcher.mu.
 	changed bool
+	suspect bool                     // to be returned by Suspects
 	taken   time.Time                // when a change was last returned by Take
 	read    map[ruleset.Cause]uint64 // the counters as they were read last
 	stopped map[ruleset.Cause]uint64 // since the netns is watched
@@ -268,6 +269,21 @@ func compare(a, b attach.NetnsID) int {
 	return slices.Compare([]uint64{a.Dev, a.Ino, a.Cookie}, []uint64{b.Dev, b.Ino, b.Cookie})
 }
 
+// Suspects returns the netns whose walls have stopped packets since the last call, as far as they were counted. Where
+// rules of nat are missing, the wall stops what they would have redirected.
+func (w *Watcher) Suspects() []attach.NetnsID {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var all []attach.NetnsID
+	for id, n := range w.netns {
+		if n.suspect {
+			n.suspect = false
+			all = append(all, id)
+		}
+	}
+	return all
+}
+
 // Count reads the counters of a netns that has a wall. It returns the causes for which no packet was stopped there
 // before.
 func (w *Watcher) Count(id attach.NetnsID) (first []ruleset.Cause, err error) {
@@ -289,6 +305,7 @@ func (w *Watcher) Count(id attach.NetnsID) (first []ruleset.Cause, err error) {
 		if more > 0 && n.stopped[cause] == 0 {
 			first = append(first, cause)
 		}
+		n.suspect = n.suspect || more > 0 && cause != ruleset.CauseQUIC
 		n.stopped[cause] += more
 		w.stopped[cause] += more
 	}
