@@ -148,10 +148,13 @@ func (a *Agent) verify(ctx context.Context, id attach.NetnsID, now time.Time) {
 	r := records[0]
 	drift, err := r.Installed.Check(ctx, r.Netns)
 	if err == nil && len(drift) > 0 {
-		err = a.restore(ctx, e, records, drift, now)
+		err = a.repair(ctx, e, records, drift, now)
 	}
 	if err == nil {
 		err = a.knowBridges(r)
+	}
+	if err == nil {
+		err = a.reportForeign(r)
 	}
 	if err != nil {
 		a.watch.Again(id)
@@ -178,20 +181,41 @@ func (a *Agent) stored(known []attach.Record) (records []attach.Record) {
 	return records
 }
 
-// restore installs the rules of a netns again, and says so.
-func (a *Agent) restore(
+// repair brings the rules of a netns in line with its interfaces, and with what was installed.
+func (a *Agent) repair(
 	ctx context.Context, e *endpoint.Endpoint, records []attach.Record, drift []string, now time.Time,
 ) error {
 	first := records[0]
+	moved, err := first.Installed.CheckInterfaces(first.Netns)
+	if err != nil {
+		return err
+	}
 	in, err := ruleset.Apply(ctx, first.Netns, first.Installed.Ruleset, first.Installed.Backend, first.Installed)
 	if err != nil {
 		return fmt.Errorf("restoring rules that were changed (%s): %w", drift[0], err)
 	}
+	a.count(e)                    // the counters of a wall that was restored begin anew
+	if len(moved) == len(drift) { // Check names them as well
+		a.log.Info("rules follow an interface that has changed", "attachment", first.String(), "drift", summary(drift))
+	} else {
+		a.sayRestored(e.ID, records, drift, now)
+	}
+	for _, r := range records {
+		r.Installed = &in
+		e.Add(r)
+		if err := a.store.Write(r); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// sayRestored counts and reports that rules were restored.
+func (a *Agent) sayRestored(id attach.NetnsID, records []attach.Record, drift []string, now time.Time) {
 	a.restored.Add(1)
-	a.count(e) // the counters of a wall that was restored begin anew
-	times := slices.DeleteFunc(a.verifier.restored[e.ID], func(t time.Time) bool { return now.Sub(t) > undoneWithin })
+	times := slices.DeleteFunc(a.verifier.restored[id], func(t time.Time) bool { return now.Sub(t) > undoneWithin })
 	times = append(times, now)
-	a.verifier.restored[e.ID] = times
+	a.verifier.restored[id] = times
 	text := fmt.Sprintf("the pod's rules were not as installed and were restored: %s", summary(drift))
 	reason := reasonRestored
 	if len(times) >= undoneOften {
@@ -200,17 +224,23 @@ func (a *Agent) restore(
 			"and while they are missing its connections fail; the last change: %s",
 			len(times), undoneWithin, summary(drift))
 	}
-	a.log.Warn("rules were restored", "attachment", first.String(), "drift", summary(drift))
+	a.log.Warn("rules were restored", "attachment", records[0].String(), "drift", summary(drift))
 	for _, r := range records {
 		if len(times) <= undoneOften { // then it has been said
 			a.orchestrator.Report(r.Pod, true, reason, text)
 		}
-		r.Installed = &in
-		e.Add(r)
-		if err := a.store.Write(r); err != nil {
-			return err
-		}
 	}
+}
+
+// reportForeign reports rules of another program that come before sluice's. The daemon leaves them alone: the program
+// would install them again.
+func (a *Agent) reportForeign(r attach.Record) error {
+	before, err := r.Installed.Before(r.Netns)
+	if err != nil || len(before) == 0 {
+		return err
+	}
+	a.events.report(r.Pod, true, reasonUndone, summary(before)+": the pod's connections fail, and none goes around the "+
+		"proxy; find the program that has made the chain")
 	return nil
 }
 

@@ -142,6 +142,44 @@ func TestEndingAttachmentsAreNotRestored(t *testing.T) {
 	}
 }
 
+// TestRulesFollowAddresses: an address more changes nothing, and one that goes is no fault of the pod.
+func TestRulesFollowAddresses(t *testing.T) {
+	forBackends(t, func(t *testing.T, backend string) {
+		v := newVerified(t, backend)
+		before := v.record.Installed.Interfaces
+		v.Exec("ip", "addr", "add", "198.51.100.77/24", "dev", "eth0")
+		for range 3 {
+			v.verify(t)
+		}
+		if r, err := v.agent.store.Read(v.record.ID); err != nil || !slices.Equal(r.Installed.Interfaces, before) {
+			t.Errorf("another address: got rules for %v (%v), want them for %v", r.Installed.Interfaces, err, before)
+		}
+		v.Exec("ip", "addr", "flush", "dev", "eth0", "scope", "global")
+		v.Exec("ip", "addr", "add", "198.51.100.78/24", "dev", "eth0")
+		testbed.Eventually(t, "the rules are those for the new address", func() bool {
+			v.verify(t)
+			r, err := v.agent.store.Read(v.record.ID)
+			return err == nil && r.Installed.Interfaces[0].IPv4.String() == "198.51.100.78" && v.inLine(t)
+		})
+		if got := v.reasons(); len(got) > 0 || v.agent.Restored() > 0 {
+			t.Errorf("got events %q and %d restored, want none", v.orchestrator.events, v.agent.Restored())
+		}
+	})
+}
+
+// TestForeignChainIsReported once: the daemon cannot remove it for good.
+func TestForeignChainIsReported(t *testing.T) {
+	t.Parallel()
+	v := newVerified(t, "nftables")
+	for range 2 {
+		v.Exec("nft", "add table ip foreign; add chain ip foreign out { type nat hook output priority -150; }")
+		testbed.Eventually(t, "the foreign chain is reported", func() bool {
+			v.verify(t)
+			return slices.Equal(v.reasons(), []string{reasonUndone})
+		})
+	}
+}
+
 // TestBusyNetnsIsVerifiedLater: while the plugin changes the rules, they may differ from the record.
 func TestBusyNetnsIsVerifiedLater(t *testing.T) {
 	t.Parallel()

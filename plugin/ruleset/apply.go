@@ -137,7 +137,7 @@ func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed)
 		return Installed{}, err
 	}
 	in := Installed{Ruleset: r, Revision: Revision}
-	if in.Interfaces, err = findInterfaces(r.Interfaces); err != nil {
+	if in.Interfaces, err = findInterfaces(r.Interfaces, previous); err != nil {
 		return Installed{}, err
 	}
 	// The wall comes first. Until the other rules are there it drops SYNs, which the clients send again.
@@ -218,11 +218,20 @@ func raiseWall(r Ruleset, interfaces []Interface, previous *Installed) (Wall, er
 		if err == nil {
 			return extent, nil
 		}
-		if !lacksNFT(err) && !errors.Is(err, unix.ENOENT) { // ENOENT: an expression or a hook that it does not have
+		lacks := lacksNFT(err) || errors.Is(err, unix.ENOENT) // ENOENT: an expression or a hook that it does not have
+		had := previous != nil && previous.Wall == extent     // then an interface has just gone, most likely
+		if !lacks || had || !stillThere(interfaces) {
 			return WallNone, fmt.Errorf("the wall: %w", err)
 		}
 	}
 	return WallNone, nil
+}
+
+func stillThere(interfaces []Interface) bool {
+	return !slices.ContainsFunc(interfaces, func(i Interface) bool {
+		_, err := net.InterfaceByName(i.Name)
+		return err != nil
+	})
 }
 
 // lowerWall removes the wall.
@@ -236,8 +245,9 @@ func (i Installed) lowerWall() error {
 	return nil
 }
 
-// findInterfaces returns those of the interfaces that exist.
-func findInterfaces(names []string) ([]Interface, error) {
+// findInterfaces returns those of the interfaces that exist. Addresses that previous has stay, as long as the interface
+// has them: a pod with IPv6 may get a new one every day.
+func findInterfaces(names []string, previous *Installed) ([]Interface, error) {
 	links, err := net.Interfaces()
 	if err != nil {
 		return nil, fmt.Errorf("listing interfaces: %w", err)
@@ -255,14 +265,24 @@ func findInterfaces(names []string) ([]Interface, error) {
 		if len(l.HardwareAddr) == sizeMAC {
 			i.MAC = l.HardwareAddr.String()
 		}
+		var was Interface
+		if previous != nil {
+			n := slices.IndexFunc(previous.Interfaces, func(p Interface) bool { return p.Name == l.Name })
+			if n >= 0 {
+				was = previous.Interfaces[n]
+			}
+		}
 		for _, a := range slices.Backward(addrs) { // the first of each family stays
 			p, ok := a.(*net.IPNet)
 			if !ok || !p.IP.IsGlobalUnicast() {
 				continue
 			}
-			if ip, _ := netip.AddrFromSlice(p.IP); ip.Unmap().Is4() {
-				i.IPv4 = ip.Unmap()
-			} else {
+			ip, _ := netip.AddrFromSlice(p.IP)
+			ip = ip.Unmap()
+			switch {
+			case ip.Is4() && (was.IPv4 != i.IPv4 || !i.IPv4.IsValid()):
+				i.IPv4 = ip
+			case ip.Is6() && (was.IPv6 != i.IPv6 || !i.IPv6.IsValid()):
 				i.IPv6 = ip
 			}
 		}
@@ -344,7 +364,7 @@ func (i Installed) checkHere(ctx context.Context) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	drift, err := i.checkInterfaces()
+	drift, err := i.checkInterfacesHere()
 	if err != nil {
 		return nil, err
 	}
@@ -365,9 +385,17 @@ func (i Installed) checkHere(ctx context.Context) ([]string, error) {
 	return drift, nil
 }
 
-// checkInterfaces names interfaces and addresses that came or went.
-func (i Installed) checkInterfaces() (drift []string, err error) {
-	now, err := findInterfaces(i.Ruleset.Interfaces)
+// CheckInterfaces returns that part of Check that is about interfaces and addresses which came or went.
+func (i Installed) CheckInterfaces(netns string) (drift []string, err error) {
+	err = within(netns, func() (err error) {
+		drift, err = i.checkInterfacesHere()
+		return err
+	})
+	return drift, err
+}
+
+func (i Installed) checkInterfacesHere() (drift []string, err error) {
+	now, err := findInterfaces(i.Ruleset.Interfaces, &i)
 	if err != nil {
 		return nil, err
 	}

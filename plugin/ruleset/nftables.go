@@ -607,7 +607,9 @@ func nftInterface(name string) []byte {
 }
 
 // nftCount counts a packet in the counter of its table that has the name of the cause.
-func nftCount(c Cause) expr.Any { return &expr.Objref{Type: int(nftables.ObjTypeCounter), Name: string(c)} }
+func nftCount(c Cause) expr.Any {
+	return &expr.Objref{Type: int(nftables.ObjTypeCounter), Name: string(c)}
+}
 
 func nftTarget(f Family, t target) []expr.Any {
 	mark := func(bit, value uint32) []expr.Any {
