@@ -7,6 +7,7 @@ package agent
 import (
 	"context"
 	"log/slog"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -46,6 +47,7 @@ type Agent struct {
 	returning    time.Duration
 	tenure       *handover.Tenure
 	watch        *watch.Watcher
+	watching     watching
 	verifier     verifier // of Run's goroutine
 	restored     atomic.Uint64
 	log          *slog.Logger
@@ -53,6 +55,13 @@ type Agent struct {
 	// Set by Start, before other goroutines use the agent.
 	socket    *unixsock.Listener
 	evictFrom time.Time // from then on other processes may be evicted from capture ports; zero for never
+}
+
+// watching is how far the watched netns are those of the table.
+type watching struct {
+	sync.Mutex
+	synced uint64 // the state of the table whose netns are watched
+	failed bool   // the last attempt to watch them failed
 }
 
 // Config is the parts that an agent works with.

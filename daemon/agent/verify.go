@@ -29,8 +29,6 @@ const (
 
 // verifier keeps the rules of captured pods as they were installed.
 type verifier struct {
-	synced   uint64                         // the state of the table whose netns are watched
-	blind    bool                           // the last attempt to watch them failed
 	restored map[attach.NetnsID][]time.Time // when rules were restored, as far as undoneWithin ago
 	looked   time.Time                      // of the last look at one netns
 	looks    watch.Round
@@ -41,8 +39,10 @@ type verifier struct {
 
 // watched syncs the watched netns with the captured ones, unless the records are those of the last time.
 func (a *Agent) watched() {
+	a.watching.Lock() // until the end: an older state of the table must not come last
+	defer a.watching.Unlock()
 	changes := a.table.Changes()
-	if a.verifier.synced == changes {
+	if a.watching.synced == changes {
 		return
 	}
 	paths := map[attach.NetnsID]string{}
@@ -54,13 +54,13 @@ func (a *Agent) watched() {
 		}
 	}
 	if err := a.watch.Sync(paths); err != nil {
-		if !a.verifier.blind {
+		if !a.watching.failed {
 			a.log.Error("the rules of a pod are not watched; trying again", "err", err)
 		}
-		a.verifier.blind = true
+		a.watching.failed = true
 		return
 	}
-	a.verifier.synced, a.verifier.blind = changes, false
+	a.watching.synced, a.watching.failed = changes, false
 }
 
 // verifyChanged verifies the netns that have changed, and from time to time another one.
