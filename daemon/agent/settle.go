@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"slices"
 
 	"github.com/sluice-cni/sluice/daemon/conntrack"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
@@ -59,7 +60,28 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	if isSettled(r, d) {
 		return nil
 	}
-	return s.unlessEnding(ctx, r, func() error { return s.change(ctx, e, r, d) })
+	return s.unlessEnding(ctx, r, func() error {
+		s.withoutEnding(e, &r, d)
+		if isSettled(r, d) {
+			return nil
+		}
+		return s.change(ctx, e, r, d)
+	})
+}
+
+// withoutEnding brings r and d up to date with the DEL of another attachment in e, which may have gone on since the
+// decision was made: its interface is not in the rules any more.
+func (s *settler) withoutEnding(e *endpoint.Endpoint, r *attach.Record, d attach.Decision) {
+	if stored, err := s.store.Read(r.ID); err == nil && stored.Installed != nil && r.Installed != nil {
+		r.Installed = stored.Installed
+	}
+	for _, other := range e.Records() {
+		if d.Ruleset != nil && other.ID != r.ID && s.isEnding(other) {
+			d.Ruleset.Interfaces = slices.DeleteFunc(slices.Clone(d.Ruleset.Interfaces), func(name string) bool {
+				return name == other.IfName
+			})
+		}
+	}
 }
 
 // change brings an attachment in line with a decision that differs from its record.

@@ -1,14 +1,17 @@
 package agent
 
 import (
+	"errors"
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
 // undo deletes a part of the pod's rules.
@@ -178,6 +181,44 @@ func TestForeignChainIsReported(t *testing.T) {
 			return slices.Equal(v.reasons(), []string{reasonUndone})
 		})
 	}
+}
+
+// TestSettlingSeesDELOfAnother attachment of the pod, which goes on after the decision was made.
+func TestSettlingSeesDELOfAnother(t *testing.T) {
+	t.Parallel()
+	p, o := newTestPod(t), newOrchestrator()
+	o.set(capture)
+	a := newAgentFor(t, o)
+	both := ruleset.Provisional("eth0")
+	both.Interfaces = []string{"eth0", "net1"}
+	in, err := ruleset.Apply(t.Context(), p.Path(), both, "nftables", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := a.write(t, p.Host, attach.Captured, &in)
+	second := first
+	second.IfName = "net1"
+	if err := a.store.Write(second); err != nil {
+		t.Fatal(err)
+	}
+	a.Reconcile(t.Context())
+	del := sync.OnceValue(func() error { // as the plugin does
+		alone := both
+		alone.Interfaces = []string{"eth0"}
+		now, err := ruleset.Apply(t.Context(), p.Path(), alone, "nftables", &in)
+		return errors.Join(err, a.store.Share(second.ID, second.NetnsID, &now), a.store.Remove(second.ID))
+	})
+	o.set(func(at attach.Attachment, interfaces []string) (attach.Decision, error) {
+		d, err := capture(at, interfaces)
+		d.Ruleset.RejectQUIC = false
+		return d, errors.Join(err, del())
+	})
+	a.Reconsider(t.Context())
+	r, err := a.store.Read(first.ID)
+	if err != nil || r.Installed.Ruleset.RejectQUIC || !slices.Equal(r.Installed.Ruleset.Interfaces, []string{"eth0"}) {
+		t.Errorf("got %+v, %v; want the rules settled for eth0 alone", r.Installed, err)
+	}
+	checkRecord(t, a, second.ID, false)
 }
 
 // TestBusyNetnsIsVerifiedLater: while the plugin changes the rules, they may differ from the record.
