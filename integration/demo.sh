@@ -234,10 +234,10 @@ start_sluiced() {
 }
 
 start_proxy() {
-    local socket=$dir/proxy.sock
-    if command -v mitmdump >/dev/null; then
+    local socket=$dir/proxy.sock mitmdump
+    if mitmdump=$(PATH=$PWD/bin/mitmproxy/default:$PATH command -v mitmdump); then
         say "The proxy starts: mitmdump -s deploy/mitmproxy/sluice.py"
-        start proxy "$node" env HOME="$dir" PYTHONUNBUFFERED=1 mitmdump -s deploy/mitmproxy/sluice.py \
+        start proxy "$node" env HOME="$dir" PYTHONUNBUFFERED=1 "$mitmdump" -s deploy/mitmproxy/sluice.py \
             --set "sluice_socket=$socket" --set server=false --set "confdir=$dir/mitmproxy"
     else
         say "The proxy starts. mitmproxy is not available on this machine, so a small proxy of this repository" \

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Installs the Debian or Ubuntu packages that a make target needs and that are missing. Prints nothing if none is.
+# Installs the Debian or Ubuntu packages that a make target needs and that are missing, and the target's version of
+# mitmproxy. Prints nothing if nothing is missing.
 set -euo pipefail
 
-usage="usage: $0 test|lint|demo|bench|e2e|screenshot"
+usage="usage: $0 test|test-mitmproxy|lint|demo|bench|e2e|screenshot"
 PATH=$PATH:/usr/sbin:/sbin # the PATH of an ordinary user lacks these folders
 
 # Each line: a command or an absolute path that must exist, and the package that contains it.
@@ -21,13 +22,11 @@ test="
 conntrack             conntrack
 openssl               openssl
 tcpdump               tcpdump
-mitmdump              mitmproxy
 /usr/include/stdlib.h libc6-dev
 dockerd               docker.io
 /usr/share/doc/busybox-static busybox-static
 "
 bench="
-mitmdump              mitmproxy
 redsocks              redsocks
 iperf3                iperf3
 "
@@ -37,20 +36,30 @@ iptables              iptables
 conntrack             conntrack
 etcd                  etcd-server
 runc                  runc
-mitmdump              mitmproxy
 /usr/share/doc/busybox-static busybox-static
 "
-optional=
+# Debian's mitmproxy takes the place of a newer one where PyPI cannot be reached.
+mitmproxy="
+/usr/share/doc/python3-venv python3-venv
+mitmdump              mitmproxy
+"
+debian13="
+debootstrap           debootstrap
+/usr/share/keyrings/debian-archive-keyring.gpg debian-archive-keyring
+"
+optional='' version=''
 case ${1-} in
-test) wanted=$common$test ;;
+test) wanted=$common$test$mitmproxy version=default ;;
+test-mitmproxy) wanted=$common$test$mitmproxy$debian13 ;;
 lint) wanted="shellcheck shellcheck" ;;
-demo) wanted=$common optional="mitmdump mitmproxy" ;;
-bench) wanted=$common$bench ;;
-e2e) wanted=$e2e ;;
-screenshot) wanted=$common$test"chromium chromium" ;;
+demo) wanted=$common optional=$mitmproxy version=default ;;
+bench) wanted=$common$bench$mitmproxy version=default ;;
+e2e) wanted=$e2e$debian13 version=12.3.1 ;;
+screenshot) wanted=$common$test$mitmproxy"chromium chromium" version=default ;;
 -h | --help)
     echo "$usage"
-    echo "Installs the Debian or Ubuntu packages that the make target needs and that are missing, as root."
+    echo "Installs the Debian or Ubuntu packages that the make target needs and that are missing, as root, and the"
+    echo "target's version of mitmproxy into bin/mitmproxy/."
     exit 0
     ;;
 *) echo "$usage" >&2 && exit 2 ;;
@@ -66,8 +75,15 @@ missing() {
     done <<<"$1" | sort -u
 }
 
+# install_mitmproxy installs the target's version of mitmproxy.
+install_mitmproxy() {
+    if [[ -n $version ]]; then
+        "$(dirname "$0")/mitmproxy.sh" install "$version"
+    fi
+}
+
 # The tests pass the frames of bridges to iptables, as nodes of Kubernetes do.
-if [[ $1 == test ]] && ! [[ -e /proc/sys/net/bridge ]] && ((EUID == 0)); then
+if [[ $1 == test* ]] && ! [[ -e /proc/sys/net/bridge ]] && ((EUID == 0)); then
     modprobe br_netfilter
 fi
 
@@ -75,6 +91,7 @@ mapfile -t packages < <(missing "$wanted")
 mapfile -t extra < <(missing "$optional")
 all=("${packages[@]}" "${extra[@]}")
 if ((${#all[@]} == 0)); then
+    install_mitmproxy
     exit 0
 fi
 if ! command -v apt-get >/dev/null; then
@@ -132,3 +149,4 @@ for package in redsocks etcd-server docker.io; do
         update-rc.d "$service" disable >/dev/null 2>&1 || true
     fi
 done
+install_mitmproxy

@@ -1,6 +1,7 @@
 package testbed
 
 import (
+	"cmp"
 	"fmt"
 	"net"
 	"os"
@@ -11,6 +12,40 @@ import (
 
 // RawTCP are arguments that keep mitmproxy from guessing the protocol: it may take text for HTTP.
 var RawTCP = []string{"--tcp-hosts", ".*"}
+
+// mitmproxyVariable is an environment variable. It names the version of mitmproxy, one of those in bin/mitmproxy, that
+// nodes run unless they name another.
+const mitmproxyVariable = "SLUICE_MITMPROXY"
+
+// Mitmproxy returns the path of a program of mitmproxy, mitmdump or mitmweb, in the node's version of it.
+func (n *Node) Mitmproxy(program string) string {
+	n.tb.Helper()
+	path, err := mitmproxy(n.MitmproxyVersion, program)
+	if err != nil {
+		n.tb.Fatalf("%v", err)
+	}
+	return path
+}
+
+// mitmproxy returns the path of a program of mitmproxy. Without a version it is the newest for the machine's Python, or
+// Debian's where that is not installed.
+func mitmproxy(version, program string) (string, error) {
+	named := cmp.Or(version, os.Getenv(mitmproxyVariable))
+	root, err := moduleRoot()
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(root, "bin", "mitmproxy", cmp.Or(named, "default"), program)
+	_, err = os.Stat(path)
+	switch {
+	case err == nil:
+		return path, nil
+	case named == "":
+		return exec.LookPath(program)
+	default:
+		return "", fmt.Errorf("mitmproxy %s (integration/mitmproxy.sh install %s): %w", named, named, err)
+	}
+}
 
 // Addon is the addon by which mitmproxy accepts in the netns of pods.
 func Addon(tb TB) string {
@@ -39,7 +74,7 @@ func LaunchMitmdump(n *Node, args ...string) *Program {
 	if err := copyMitmproxyCA(n); err != nil {
 		n.tb.Fatalf("mitmproxy's CA: %v", err)
 	}
-	return Launch(n.Host, "mitmdump", append([]string{
+	return Launch(n.Host, n.Mitmproxy("mitmdump"), append([]string{
 		"--listen-host", host, "--listen-port", port, "--set", "confdir=" + Confdir(n),
 	}, args...)...)
 }
@@ -87,7 +122,11 @@ var mitmproxyCA = sync.OnceValues(func() (dir string, err error) {
 		return "", err
 	}
 	made := filepath.Join(temporary, "ca")
-	out, err := exec.Command("mitmdump", "--no-server", "--set", "confdir="+made, "-s", script).CombinedOutput()
+	mitmdump, err := mitmproxy("", "mitmdump")
+	if err != nil {
+		return "", err
+	}
+	out, err := exec.Command(mitmdump, "--no-server", "--set", "confdir="+made, "-s", script).CombinedOutput()
 	if err != nil {
 		return "", fmt.Errorf("mitmdump: %w\n%s", err, out)
 	}

@@ -46,6 +46,8 @@ type Node struct {
 	LogLevel string
 	// Resolvers, unless nil, are the name servers in the resolv.conf that the daemon sees. Set them before it starts.
 	Resolvers []string
+	// MitmproxyVersion, unless empty, is the version in bin/mitmproxy that the node runs.
+	MitmproxyVersion string
 	// ConfDir is set where the daemon installs itself: the conflist is then the file that a runtime finds there.
 	ConfDir string
 

@@ -1,0 +1,209 @@
+#!/usr/bin/env bash
+# Installs versions of mitmproxy side by side, into bin/mitmproxy/VERSION/. Each has the programs mitmdump and mitmweb,
+# which run in any network namespace and folder. Prints nothing if all are installed.
+set -euo pipefail
+
+usage="usage: $0 install VERSION…"
+bin=$(cd "$(dirname "$0")/.." && pwd)/bin/mitmproxy
+root=$bin/debian13 # has the Python for versions that the machine's Python is too old for
+
+main() {
+    case ${1-} in
+    install) shift ;;
+    -h | --help) help && exit 0 ;;
+    *) echo "$usage" >&2 && exit 2 ;;
+    esac
+    if (($# == 0)); then echo "$usage" >&2 && exit 2; fi
+    mkdir -p "$bin"
+    exec 9>"$bin/.lock"
+    flock 9
+    rm -rf "$bin"/.new.* # of a run that was killed
+    new=$(mktemp -d "$bin/.new.XXXXXX")
+    log=$bin/install.log
+    trap 'rm -rf "$new"' EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM HUP
+    local failed=0 version
+    for version; do
+        installed "$version" || install "$version" || failed=1
+    done
+    exit "$failed"
+}
+
+help() {
+    cat <<END
+$usage
+Installs versions of mitmproxy into bin/mitmproxy/VERSION/, each with mitmdump and mitmweb. VERSION is one of
+  8.1.1     the package of Debian 12, which is only linked to
+  12.3.1    or another release, from PyPI
+  main      mitmproxy's development branch, from GitHub
+  default   the newest release for the Python of this machine; Debian's package where PyPI cannot be reached.
+            To get a newer one later, remove bin/mitmproxy/default.
+Releases from 11.1 on need Python 3.12. Where the machine's is older, they get one of a Debian 13 that debootstrap
+makes in bin/mitmproxy/debian13, which takes root and a few minutes, once.
+END
+}
+
+# say prints a line about the progress.
+say() { echo "mitmproxy: $*"; }
+
+# fail prints the reason of a failure, and the end of the log.
+fail() {
+    say "$*; the end of $log:" >&2
+    tail -n 10 "$log" | sed 's/^/  | /' >&2
+    return 1
+}
+
+# installed VERSION tells whether a version can run: its Python may have been removed since, or the repository moved.
+installed() {
+    case $1 in
+    8.1.1) [[ -x $bin/$1/mitmdump ]] ;;
+    *) [[ -x $bin/$1/mitmdump ]] && "$bin/$1/venv/bin/python" -c '' 2>/dev/null ;;
+    esac
+}
+
+install() {
+    : >"$log"
+    case $1 in
+    8.1.1) link_debian ;;
+    main) install_release "$1" https://github.com/mitmproxy/mitmproxy/archive/refs/heads/main.tar.gz ;;
+    default) install_default ;;
+    *) install_release "$1" "mitmproxy==$1" ;;
+    esac
+}
+
+# link_debian links to Debian's package, if it has the version.
+link_debian() {
+    if ! /usr/bin/mitmdump --version 2>>"$log" | grep -qx 'Mitmproxy: 8\.1\.1'; then
+        fail "/usr/bin/mitmdump is not 8.1.1, which the package mitmproxy of Debian 12 is"
+        return 1
+    fi
+    mkdir "$new/8.1.1"
+    ln -s /usr/bin/mitmdump /usr/bin/mitmweb "$new/8.1.1/"
+    publish 8.1.1
+}
+
+# install_default installs the newest release that the machine's Python can have, and links to it.
+install_default() {
+    say "installing the newest release for $(python3 --version)"
+    if ! make_venv python3 || ! pip mitmproxy; then
+        say "PyPI cannot be reached or has no release for this Python (see $log): Debian's package takes its place"
+        rm -rf "$new/venv"
+        return 0
+    fi
+    local version
+    version=$("$new/venv/bin/python" -c 'from importlib.metadata import version; print(version("mitmproxy"))')
+    if installed "$version"; then
+        rm -rf "$new/venv"
+    else
+        add_programs "$version"
+    fi
+    ln -sfn "$version" "$bin/default"
+}
+
+# install_release VERSION REQUIREMENT installs a requirement of pip as VERSION.
+install_release() {
+    say "installing $1"
+    rm -rf "$new/venv"
+    local python=python3
+    if [[ $(printf '%s\n' 11.1 "$1" | sort -V | tail -n 1) == "$1" ]] && # `main` sorts behind all numbers
+        ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+        make_root || return 1
+        python=
+    fi
+    make_venv "$python" || { fail "no virtual environment for $1" || return 1; }
+    pip "$2" || without_certifi "$2" || { fail "could not install $1" || return 1; }
+    add_programs "$1"
+}
+
+# make_venv PYTHON makes an empty virtual environment with pip in $new/venv. Without PYTHON it has that of the root.
+make_venv() {
+    if [[ -n $1 ]]; then
+        "$1" -m venv "$new/venv" >>"$log" 2>&1
+        return
+    fi
+    # The root's Python runs without chroot, on the root's libraries. So paths, mounts and signals are the machine's.
+    local loader python library
+    loader=$(compgen -G "$root/lib*/ld-linux*.so.*" | head -n 1)
+    library=$(compgen -G "$root/usr/lib/*-linux-gnu" | head -n 1)
+    python=$(readlink -f "$root/usr/bin/python3")
+    mkdir -p "$new/venv/bin"
+    printf 'home = %s\ninclude-system-site-packages = false\n' "$root/usr/bin" >"$new/venv/pyvenv.cfg"
+    # Python finds the virtual environment by its argv[0].
+    cat >"$new/venv/bin/python" <<END
+#!/bin/sh
+exec "$loader" --argv0 "\$0" --library-path "$library" "$python" "\$@"
+END
+    chmod 755 "$new/venv/bin/python"
+    "$new/venv/bin/python" "$(compgen -G "$root/usr/share/python-wheels/pip-*.whl")/pip" install -q --no-index \
+        --find-links "$root/usr/share/python-wheels" pip >>"$log" 2>&1
+}
+
+# pip ARGUMENT… runs `pip install` in the virtual environment. It retries less than by default: where PyPI cannot be
+# reached, this is known soon.
+pip() {
+    "$new/venv/bin/python" -m pip --disable-pip-version-check --retries 2 install -q "$@" >>"$log" 2>&1
+}
+
+# without_certifi REQUIREMENT installs a release that asks for a certifi newer than any that can be had, with another
+# certifi. 12.3.1 asked for one of the day of its release, which some mirrors of PyPI do not have yet.
+without_certifi() {
+    grep -q 'No matching distribution found for certifi' "$log" || return 1
+    say "no certifi is as new as $1 asks for: it gets an older one"
+    pip --no-deps "$1" || return 1
+    local needs
+    mapfile -t needs < <("$new/venv/bin/python" - <<'END'
+from importlib.metadata import requires
+
+for line in requires("mitmproxy"):
+    if "extra ==" not in line:
+        print("certifi" if line.startswith("certifi") else line)
+END
+    )
+    pip "${needs[@]}"
+}
+
+# make_root makes a Debian 13, unless it is there.
+make_root() {
+    if [[ -d $root ]]; then return; fi
+    if ((EUID != 0)) || ! PATH=$PATH:/usr/sbin command -v debootstrap >/dev/null; then
+        say "a Debian 13 for its Python takes root and debootstrap (integration/setup.sh test-mitmproxy)" >&2
+        return 1
+    fi
+    say "installing a Debian 13 into $root, for its Python; this takes minutes"
+    # In a mount namespace of its own, so that no mount is left behind if debootstrap is killed.
+    if ! PATH=$PATH:/usr/sbin:/sbin unshare --mount debootstrap --variant=minbase \
+        --include=python3,python3-pip-whl trixie "$new/root" >>"$log" 2>&1; then
+        fail "debootstrap has failed"
+        return 1
+    fi
+    rm -rf "$new"/root/var/cache/apt/archives/*.deb "$new"/root/var/lib/apt/lists/*
+    mv "$new/root" "$root"
+}
+
+# add_programs VERSION writes the programs beside the virtual environment, and publishes them.
+add_programs() {
+    mkdir "$new/$1"
+    mv "$new/venv" "$new/$1/venv"
+    local program
+    for program in mitmdump mitmweb; do
+        # pip's own scripts name the Python of the folder that had the environment before it was renamed.
+        cat >"$new/$1/$program" <<'END'
+#!/bin/sh
+venv=$(dirname "$(readlink -f "$0")")/venv
+exec "$venv/bin/python" "$venv/bin/$(basename "$0")" "$@"
+END
+        chmod 755 "$new/$1/$program"
+    done
+    "$new/$1/mitmdump" --version >>"$log" 2>&1 || { fail "$1 does not run" || return 1; }
+    publish "$1"
+}
+
+# publish VERSION puts a finished version into its place.
+publish() {
+    rm -rf "${bin:?}/$1"
+    mv "$new/$1" "$bin/$1"
+    say "$1 is in $bin/$1"
+}
+
+main "$@"
