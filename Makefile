@@ -56,6 +56,7 @@ lint: bin/tools/golangci-lint bin/tools/helm ## Check Go, scripts, columns, word
 	shellcheck $(SCRIPTS)
 	bin/tools/helm lint --quiet deploy/chart
 	tools/lint/manifests
+	tools/lint/python
 	go mod tidy -diff
 	tools/lint/plugin-links
 	tools/lint/notice

@@ -70,7 +70,8 @@ class Kept:
         # asyncio keeps weak references only: the garbage collector could end a task.
         self.tasks: set[asyncio.Task[None]] = set()  # one for each connection
         # The connection of the current task, between accept() and mitmproxy's first hook.
-        self.current: contextvars.ContextVar[tuple[Facts, Writer] | None] = contextvars.ContextVar("sluice", default=None)
+        self.current: contextvars.ContextVar[tuple[Facts, Writer] | None]
+        self.current = contextvars.ContextVar("sluice", default=None)
 
     @classmethod
     def of(cls, master: Any) -> Kept:
@@ -167,7 +168,12 @@ class Listeners:
 
 async def _ready(sock: socket.socket, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    add(sock, lambda: done.done() or done.set_result(None))
+
+    def ready() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    add(sock, ready)
     try:
         await done
     finally:
@@ -401,7 +407,8 @@ def forbidden(destination: tuple[Any, ...], local: tuple[Any, ...]) -> str:
 def gone(conn: socket.socket) -> bool:
     """Reports whether the client has closed the connection, or has reset it."""
     ESTABLISHED = 1  # TCP_ESTABLISHED in include/net/tcp_states.h; the first byte of struct tcp_info is the state
-    return conn.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED
+    state: int = conn.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return state != ESTABLISHED
 
 
 def own(peername: tuple[Any, ...], pod: tuple[Any, ...]) -> bool:
@@ -412,8 +419,7 @@ def own(peername: tuple[Any, ...], pod: tuple[Any, ...]) -> bool:
             s.connect((pod[0], 9))  # on UDP this only looks up the route, and sends no packet
         except OSError:
             return False  # no route
-        address: str = s.getsockname()[0]
-        return address == peername[0]
+        return bool(s.getsockname()[0] == peername[0])
 
 
 class Front:
@@ -435,13 +441,14 @@ class Front:
         self.serve = getattr(instance, "handle_stream", None) or instance.handle_tcp_connection  # the name before 10.1
 
     async def _serve_8(self, reader: asyncio.StreamReader, writer: Any) -> None:
-        from mitmproxy.addons.proxyserver import ProxyConnectionHandler
+        from mitmproxy.addons import proxyserver
         from mitmproxy.proxy import layers
 
+        module: Any = proxyserver  # later versions have other names in it
         # The same steps as the server's own handle_tcp_connection, which would take the top layer from the option
         # `mode`.
         id = ("tcp", writer.get_extra_info("peername"), writer.get_extra_info("sockname"))
-        handler: Any = ProxyConnectionHandler(self.master, reader, writer, ctx.options)
+        handler = module.ProxyConnectionHandler(self.master, reader, writer, ctx.options)
         handler.layer = layers.modes.TransparentProxy(handler.layer.context)
         self.server._connections[id] = handler
         await self.server.handle_connection(id)
@@ -449,7 +456,9 @@ class Front:
     def server_reader(self, client: Any, server: Any) -> asyncio.StreamReader | None:
         """Returns the stream that mitmproxy reads from a server for a client."""
         connections = getattr(self.server, "connections", None) or getattr(self.server, "_connections", {})
-        handler = connections.get(client.id) or connections.get(("tcp", client.peername, client.sockname))  # before 10.2
+        handler = connections.get(client.id)
+        if not handler:  # an older version, such as 8 and 9
+            handler = connections.get(("tcp", client.peername, client.sockname))
         return handler.transports[server].reader if handler and server in handler.transports else None
 
 
