@@ -14,8 +14,8 @@ The mode of mitmproxy's own server does not matter: it is for clients that use m
 clients, add `--set server=false`.
 
 Flows name their pod in their comment (`~comment ci/`) and in their metadata (`~meta ci/`): sluice.pod,
-sluice.namespace, sluice.name, sluice.uid, sluice.node, sluice.direction, sluice.labels. Lines of mitmdump and of the
-log show it behind the client's address: `10.0.0.5:40000 ci/runner-1`.
+sluice.namespace, sluice.name, sluice.uid, sluice.node, sluice.direction, sluice.labels. Lines of mitmdump and of
+the log show it behind the client's address: `10.0.0.5:40000 ci/runner-1`.
 
 mitmproxy loads this file again when it changes. Connections that are open go on, and connections that wait are
 accepted by the new instance.
@@ -312,13 +312,13 @@ class Port(int):
         return self
 
     def __format__(self, spec: str) -> str:
-        # mitmproxy formats addresses as f"{host}:{port}". Files and JSON are made with str() and repr(), and contain
-        # the number only.
+        # mitmproxy formats addresses as f"{host}:{port}". Files and JSON are made with str() and repr(), and
+        # contain the number only.
         return super().__format__(spec) if spec else f"{super().__format__(spec)} {self.pod}"
 
 
 class Writer(asyncio.StreamWriter):
-    """The connection to an app. It ends with a reset if the connection to the server could not be made or was reset.
+    """The connection to an app. It ends with a reset if the connection to the server failed or was reset.
 
     mitmproxy itself would end it like one that the server has closed in good order.
     """
@@ -438,7 +438,8 @@ class Front:
         from mitmproxy.proxy import mode_servers
 
         instance: Any = mode_servers.ServerInstance.make("transparent", self.server)
-        self.serve = getattr(instance, "handle_stream", None) or instance.handle_tcp_connection  # the name before 10.1
+        # The method had another name before 10.1.
+        self.serve = getattr(instance, "handle_stream", None) or instance.handle_tcp_connection
 
     async def _serve_8(self, reader: asyncio.StreamReader, writer: Any) -> None:
         from mitmproxy.addons import proxyserver
@@ -463,8 +464,8 @@ class Front:
 
 
 class Sluice:
-    """The addon. A connection's facts are an attribute of mitmproxy's client object, where the next instance of this
-    addon finds them.
+    """The addon. A connection's facts are an attribute of mitmproxy's client object, where its next instance finds
+    them.
     """
 
     def __init__(self) -> None:
@@ -491,9 +492,9 @@ class Sluice:
         )
         loader.add_option(
             "sluice_flows", int, 0,
-            "Number of flows to keep in the list of mitmproxy and mitmweb: the oldest finished flows without a mark "
-            "are removed. Also bounds the messages of each raw TCP connection and WebSocket: of a long one, only the "
-            "first messages and the newest one stay. 0: keep everything.",
+            "Number of flows to keep in the list of mitmproxy and mitmweb: the oldest finished flows without a "
+            "mark are removed. Also bounds the messages of each raw TCP connection and WebSocket: of a long one, "
+            "only the first messages and the newest one stay. 0: keep everything.",
         )
         # mitmproxy sets an option back to its default if its help or its default has changed with a new sluice.py.
         ctx.options.update(**{name: option.current() for name, option in before.items() if name in ctx.options})
@@ -515,8 +516,8 @@ class Sluice:
         """Warns of options that do not have the effect on pods that their name suggests."""
         mode = ctx.options.mode  # a list from 9 on
         if any(m.startswith("upstream:") for m in ([mode] if isinstance(mode, str) else mode)):
-            log(logging.WARNING, "connections of pods do not go through the proxy of --mode upstream, but directly to "
-                "their destinations")
+            log(logging.WARNING, "connections of pods do not go through the proxy of --mode upstream, but directly "
+                "to their destinations")
         if ctx.options.proxyauth and self.authenticated() is None:
             log(logging.WARNING, "pods are asked for the credentials of the option proxyauth, and get status 401")
 
@@ -589,7 +590,7 @@ class Sluice:
             reason = "the proxy itself opened it" if mine else forbidden(destination, conn.getsockname())
         except OSError as e:
             if gone(conn):
-                log(logging.DEBUG, "%s: the client has gone before its connection was accepted", listener.pod["name"])
+                log(logging.DEBUG, "%s: the client has gone before it was served", listener.pod["name"])
                 return True
             reason = str(e)
         if not reason:
@@ -610,7 +611,8 @@ class Sluice:
         client.sluice_facts, client.sluice_writer = accepted
         authenticated = self.authenticated()
         if ctx.options.proxyauth and authenticated is not None:
-            authenticated[client] = (client.sluice_facts["sluice.pod"], "")  # an app does not know that it has a proxy
+            # An app does not know that there is a proxy, and could not answer.
+            authenticated[client] = (client.sluice_facts["sluice.pod"], "")
 
     def client_disconnected(self, client: Any) -> None:
         vars(client).pop("sluice_writer", None)  # flows keep the client, for as long as they are listed

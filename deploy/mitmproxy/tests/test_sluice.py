@@ -440,7 +440,8 @@ def test_names_of_a_relay(relays: list[str], pod: str | None) -> None:
         context.configure(addon, sluice_relays=relays)
         flow = tflow.tflow()
         flow.client_conn.peername = ("127.0.0.1", 5)
-        flow.request.headers.update({"Sluice-Pod-Namespace": "ci", "Sluice-Pod-Name": "runner", "Sluice-Pod-UID": "u"})
+        headers = {"Sluice-Pod-Namespace": "ci", "Sluice-Pod-Name": "runner", "Sluice-Pod-UID": "u"}
+        flow.request.headers.update(headers)
         addon.http_connect(flow)
         assert flow.metadata.get("sluice.pod") == pod
         assert not [name for name in flow.request.headers if name.lower().startswith("sluice-")]
