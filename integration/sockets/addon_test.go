@@ -120,6 +120,8 @@ func TestFailureOfTheServerIsAReset(t *testing.T) {
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	d.WaitForProxies(1, 1)
+	n.Host.IP("route", "add", "unreachable", "203.0.113.0/24")
+	testbed.WantReset(t, pod.Host, "203.0.113.1:80")
 	hello := "\x16\x03\x01\x00\x05hello" // as TLS begins
 	for _, c := range []struct{ name, port, say, hears, then string }{
 		{name: "refused, silent", port: "9"},
@@ -176,6 +178,25 @@ func TestClientGivesUpInTheQueue(t *testing.T) {
 	testbed.WantServed(t, outcome, 10)
 	if strings.Contains(proxy.Log(), "refused") || strings.Contains(proxy.Log(), "ended:") {
 		t.Error("the proxy warns of clients that have gone")
+	}
+}
+
+// TestOptionsForExplicitClients: pods need no credentials, and a proxy behind the proxy, which would not get their
+// connections, is warned of.
+func TestOptionsForExplicitClients(t *testing.T) {
+	t.Parallel()
+	n := testbed.NewWith(t, "sockets")
+	const site = testbed.WorldIPv4 + ":80"
+	serveHTTP(n, site)
+	proxy := testbed.LaunchAddon(n, "--mode", "upstream:http://127.0.0.1:3128", "--proxyauth", "user:secret")
+	d := n.StartDaemon()
+	pod := n.AddPod("web")
+	d.WaitForProxies(1, 1)
+	if body, err := testbed.Get(testbed.Context(t), pod.HTTPClient(), "http://"+site+"/"); err != nil || body != "" {
+		t.Errorf("got %q, %v; want the server's empty answer", body, err)
+	}
+	if !strings.Contains(proxy.Log(), "--mode upstream, but directly") {
+		t.Error("the proxy does not warn of the mode")
 	}
 }
 
