@@ -120,7 +120,7 @@ func TestFailureOfTheServerIsAReset(t *testing.T) {
 	d := n.StartDaemon()
 	pod := n.AddPod("web")
 	d.WaitForProxies(1, 1)
-	n.Host.IP("route", "add", "unreachable", "203.0.113.0/24")
+	n.IP("route", "add", "unreachable", "203.0.113.0/24")
 	testbed.WantReset(t, pod.Host, "203.0.113.1:80")
 	hello := "\x16\x03\x01\x00\x05hello" // as TLS begins
 	for _, c := range []struct{ name, port, say, hears, then string }{
