@@ -1,6 +1,7 @@
 package mitmproxy
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -33,7 +34,7 @@ const (
 )
 
 // protocolTimeout bounds one protocol. A protocol that hangs in mitmproxy takes as long.
-const protocolTimeout = 40 * time.Second
+const protocolTimeout = 30 * time.Second
 
 // protocols are the table of the tests. They run at the same time, through the same mitmproxy.
 func protocols() []protocol {
@@ -119,31 +120,35 @@ func largeBodies() []protocol {
 // run runs one protocol in a scene, at a port of its own.
 func (p protocol) run(t *testing.T, s *scene, port int) error {
 	t.Helper()
+	return p.begin(t, s, port)()
+}
+
+// begin starts the server of a protocol. The result runs the client and returns the outcome of both.
+func (p protocol) begin(t *testing.T, s *scene, port int) func() error {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), protocolTimeout)
-	defer cancel()
-	to := p.to
-	if to == "" {
-		to = testbed.WorldIPv4
-	}
-	address := net.JoinHostPort(to, strconv.Itoa(port))
-	var served <-chan error
+	address := net.JoinHostPort(cmp.Or(p.to, testbed.WorldIPv4), strconv.Itoa(port))
+	served := make(<-chan error)
 	if p.server != nil {
 		served = p.server.serve(ctx, s.node.World, address, s.serverTLS)
 	}
-	err := p.client.as(ctx, s.pod.Host, address, s.clientTLS)
-	if served == nil {
+	return func() error {
+		defer cancel()
+		err := p.client.as(ctx, s.pod.Host, address, s.clientTLS)
+		if p.server == nil {
+			return err
+		}
+		if err != nil {
+			cancel() // the server's outcome is of interest only if it is there
+		}
+		select {
+		case serverErr := <-served:
+			if serverErr != nil {
+				err = errors.Join(err, fmt.Errorf("the server: %w", serverErr))
+			}
+		case <-ctx.Done():
+			err = cmp.Or(err, errors.New("the server has not ended"))
+		}
 		return err
 	}
-	if err != nil {
-		cancel() // the server's side is of interest if it has ended
-	}
-	select {
-	case serverErr := <-served:
-		if serverErr != nil {
-			err = errors.Join(err, fmt.Errorf("the server: %w", serverErr))
-		}
-	case <-ctx.Done():
-		err = errors.Join(err, errors.New("the server has not ended"))
-	}
-	return err
 }

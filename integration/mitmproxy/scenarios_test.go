@@ -37,12 +37,14 @@ var scenarios = []scenario{
 	{"reload under traffic", reload, ""},
 	{"saved flows", savedFlows, ""},
 	{"inbound", inbound, ""},
-	{"4,000 connections", manyConnections, ""},
+	{"4,000 connections (connect: 3,000)", manyConnections, ""},
 }
 
 // streamsWithinLimit streams bodies that mitmproxy holds back until they have ended or reach a limit.
 func streamsWithinLimit(t *testing.T, version, mode string) error {
-	s := newScene(t, version, mode, "--set", "stream_large_bodies=1m").complete(t)
+	s := newScene(t, version, mode)
+	s.streamed = "1m"
+	s.complete(t)
 	return protocol{client: script{browse(exchangeFrames)}, server: web{echoFrames, true}}.run(t, s, firstPort)
 }
 
@@ -237,12 +239,21 @@ func inbound(t *testing.T, version, mode string) error {
 	})
 }
 
+// many is held by the one test that has so many connections: the limit of descriptors may be too low for two.
+var many sync.Mutex
+
 // manyConnections opens connections, twice. The proxy closes all descriptors, and the second time takes no more memory.
 func manyConnections(t *testing.T, version, mode string) error {
-	const count, limit = 4000, 20000
+	many.Lock()
+	defer many.Unlock()
+	const limit = 20000
+	count := 4000
+	if mode == "connect" {
+		count = 3000 // with the limit: sluiced takes six descriptors for a connection that it relays
+	}
 	s := newScene(t, version, mode).complete(t)
 	address := net.JoinHostPort(testbed.WorldIPv4, testbed.EchoPort)
-	testbed.ServeEcho(s.node)
+	script{hear("\x01 ask"), say("\x01yes"), hearEnd}.serve(t.Context(), s.node.World, address, nil)
 	if err := unix.Prlimit(s.proxy.Pid(), unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: limit, Max: limit}, nil); err != nil {
 		return fmt.Errorf("raising the proxy's limit of descriptors: %w", err)
 	}
@@ -285,7 +296,7 @@ func withOpen(s *scene, address string, count int, do func()) error {
 				if err == nil {
 					conns[i] = c
 					talk := &talk{Conn: c, tcp: c}
-					err = script{say("\x01 ask"), hear("\x01 ask")}.run(talk)
+					err = script{say("\x01 ask"), hear("\x01yes")}.run(talk)
 				}
 				errs <- err
 			}

@@ -23,23 +23,23 @@ type scene struct {
 	proxy     *testbed.Program
 	addon     string   // the addon's file
 	args      []string // of mitmdump
+	streamed  string   // the size from which mitmdump streams bodies
 	mode      string   // sockets or connect
 	worldCA   string
 	serverTLS *tls.Config
 	clientTLS *tls.Config
 }
 
-// newScene makes a scene without a proxy. The scene's own arguments of mitmdump come last, so that they win.
-func newScene(t *testing.T, version, mode string, args ...string) *scene {
+// newScene makes a scene without a proxy.
+func newScene(t *testing.T, version, mode string) *scene {
 	t.Helper()
 	n := testbed.NewWith(t, mode)
 	n.MitmproxyVersion = version
-	s := &scene{node: n, addon: testbed.Addon(t), mode: mode, worldCA: filepath.Join(n.Dir, "world-ca.pem")}
+	s := &scene{node: n, addon: testbed.Addon(t), streamed: "1", mode: mode, worldCA: filepath.Join(n.Dir, "world-ca.pem")}
 	s.serverTLS = &tls.Config{Certificates: []tls.Certificate{certify(t, s.worldCA)}}
-	s.args = append([]string{
-		"--showhost", "--set", "ssl_verify_upstream_trusted_ca=" + s.worldCA, "--set", "stream_large_bodies=1",
-		"-s", testbed.FlowPrinter(n),
-	}, args...)
+	s.args = []string{
+		"--showhost", "--set", "ssl_verify_upstream_trusted_ca=" + s.worldCA, "-s", testbed.FlowPrinter(n),
+	}
 	n.IP("route", "add", "unreachable", unreachable+"/32")
 	n.World.IP("addr", "add", dropping+"/24", "dev", "eth0")
 	n.World.Exec("iptables-nft", "-A", "INPUT", "-d", dropping, "-j", "DROP")
@@ -66,11 +66,13 @@ func (s *scene) start(t *testing.T) {
 
 // launch is start that does not wait.
 func (s *scene) launch() {
-	addon := []string{"-s", s.addon, "--set", "sluice_socket="}
+	args := []string{"-s", s.addon, "--set", "stream_large_bodies=" + s.streamed, "--set"}
 	if s.mode == "sockets" {
-		addon = []string{"-s", s.addon, "--set", "server=false", "--set", "sluice_socket=" + s.node.ProxySocket()}
+		args = append(args, "sluice_socket="+s.node.ProxySocket(), "--set", "server=false")
+	} else {
+		args = append(args, "sluice_socket=")
 	}
-	s.proxy = testbed.LaunchMitmdump(s.node, append(addon, s.args...)...)
+	s.proxy = testbed.LaunchMitmdump(s.node, append(args, s.args...)...)
 }
 
 // complete adds the pod and starts the proxy. The pod trusts mitmproxy and the world.
