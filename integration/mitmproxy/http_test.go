@@ -72,15 +72,18 @@ func get(version int, urls ...string) func(*talk) error {
 	})
 }
 
+// getPage asks for a page. All that can block has the deadline of the connection.
 func getPage(client *http.Client, version int, url string) error {
-	resp, err := client.Get(url) //nolint:noctx // the connection has a deadline
+	resp, err := client.Get(url)
 	if err != nil {
 		return err
 	}
 	defer resp.Body.Close() //nolint:errcheck // read to its end
 	body, err := io.ReadAll(resp.Body)
-	if err != nil || resp.StatusCode != http.StatusOK || resp.ProtoMajor != version || !strings.Contains(string(body), site) {
-		return fmt.Errorf("%s: got %s %s, %q, %w; want a page by HTTP/%d", url, resp.Proto, resp.Status, body, err, version)
+	if err != nil || resp.StatusCode != http.StatusOK || resp.ProtoMajor != version ||
+		!strings.Contains(string(body), site) {
+		return fmt.Errorf("%s: got %s %s, %q, %w; want a page by HTTP/%d",
+			url, resp.Proto, resp.Status, body, err, version)
 	}
 	return nil
 }
@@ -144,7 +147,7 @@ func (e events) send(w http.ResponseWriter, r *http.Request) {
 }
 
 func (e events) read(client *http.Client) error {
-	resp, err := client.Get("http://" + site + "/events") //nolint:noctx // the connection has a deadline
+	resp, err := client.Get("http://" + site + "/events")
 	if err != nil {
 		return err
 	}
@@ -188,8 +191,8 @@ const (
 // exchangeFrames sends frames, each when the answer to the one before has come.
 func exchangeFrames(client *http.Client) error {
 	in, out := io.Pipe()
-	defer out.Close()                                                                   //nolint:errcheck // the server has answered
-	req, err := http.NewRequest(http.MethodPost, "https://"+site+"/echo.Echo/Both", in) //nolint:noctx // as in getPage
+	defer out.Close() //nolint:errcheck // the server has answered
+	req, err := http.NewRequest(http.MethodPost, "https://"+site+"/echo.Echo/Both", in)
 	if err != nil {
 		return err
 	}
@@ -295,7 +298,7 @@ func load(w http.ResponseWriter, r *http.Request) {
 }
 
 func download(client *http.Client) error {
-	resp, err := client.Get("http://" + site + "/load") //nolint:noctx // the connection has a deadline
+	resp, err := client.Get("http://" + site + "/load")
 	if err != nil {
 		return err
 	}
@@ -307,7 +310,7 @@ func download(client *http.Client) error {
 }
 
 func upload(client *http.Client) error {
-	resp, err := client.Post("http://"+site+"/load", "application/octet-stream", body()) //nolint:noctx // as in download
+	resp, err := client.Post("http://"+site+"/load", "application/octet-stream", body())
 	if err != nil {
 		return err
 	}

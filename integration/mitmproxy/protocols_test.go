@@ -64,7 +64,8 @@ func protocols() []protocol {
 			script{say(banner), hear("SSH-2.0-pod\r\n"), say("ok")}, "",
 		},
 		{
-			"STARTTLS", script{hear("220 hi\r\n"), say("STARTTLS\r\n"), hear("220 go\r\n"), startTLS, say(raw), hear("ok")},
+			"STARTTLS",
+			script{hear("220 hi\r\n"), say("STARTTLS\r\n"), hear("220 go\r\n"), startTLS, say(raw), hear("ok")},
 			script{say("220 hi\r\n"), hear("STARTTLS\r\n"), say("220 go\r\n"), startTLS, hear(raw), say("ok")}, "",
 		},
 		{"memcached", script{say("get x\r\n"), hear("END\r\n")}, script{hear("get x\r\n"), say("END\r\n")}, ""},

@@ -115,7 +115,8 @@ func (f *traffic) end(limit int) error {
 	f.done.Wait()
 	var errs error
 	if len(f.failed) > limit {
-		errs = fmt.Errorf("%d requests have failed, want %d at most: %w", len(f.failed), limit, errors.Join(f.failed...))
+		errs = fmt.Errorf("%d requests have failed, want %d at most: %w",
+			len(f.failed), limit, errors.Join(f.failed...))
 	}
 	for _, err := range f.failed {
 		if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, context.DeadlineExceeded) {
@@ -201,17 +202,22 @@ func savedFlows(t *testing.T, version, mode string) error {
 	if err := s.page(s.webClient()); err != nil {
 		return err
 	}
-	tcp := protocol{client: script{say("\x01 ask"), hear("\x01yes"), hearEnd}, server: script{hear("\x01 ask"), say("\x01yes")}}
+	tcp := protocol{
+		client: script{say("\x01 ask"), hear("\x01yes"), hearEnd},
+		server: script{hear("\x01 ask"), say("\x01yes")},
+	}
 	if err := tcp.run(t, s, firstPort); err != nil {
 		return err
 	}
-	if err := soon("the flows are there", func() bool { return strings.Contains(s.proxy.Log(), "tcp from ") }); err != nil {
+	ended := func() bool { return strings.Contains(s.proxy.Log(), "tcp from ") }
+	if err := soon("the flow has ended", ended); err != nil {
 		return err
 	}
 	s.proxy.Stop()
 	out, err := s.node.TryExec(s.node.Mitmproxy("mitmdump"), "--no-server", "--rfile", file, "--showhost",
 		"--set", "confdir="+testbed.Confdir(s.node))
-	for _, want := range []string{"http://" + site + "/plain", "tcp -> " + testbed.WorldIPv4 + ":" + strconv.Itoa(firstPort)} {
+	tcpFlow := "tcp -> " + net.JoinHostPort(testbed.WorldIPv4, strconv.Itoa(firstPort))
+	for _, want := range []string{"http://" + site + "/plain", tcpFlow} {
 		if !strings.Contains(out, want) {
 			err = errors.Join(err, fmt.Errorf("the flow %q is missing", want))
 		}
@@ -268,7 +274,8 @@ func manyConnections(t *testing.T, version, mode string) error {
 			return err
 		}
 	}
-	err := soon("the proxy has as many descriptors as before", func() bool { return descriptors(t, s.proxy) <= before+10 })
+	closed := func() bool { return descriptors(t, s.proxy) <= before+10 }
+	err := soon("the proxy has as many descriptors as before", closed)
 	t.Logf("%s, %s: %d descriptors before, %d after", version, mode, before, descriptors(t, s.proxy))
 	if memory[1] > memory[0]*5/4 {
 		err = errors.Join(err, fmt.Errorf("the first round took %d KiB, the second %d", memory[0], memory[1]))

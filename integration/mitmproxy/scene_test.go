@@ -35,7 +35,8 @@ func newScene(t *testing.T, version, mode string) *scene {
 	t.Helper()
 	n := testbed.NewWith(t, mode)
 	n.MitmproxyVersion = version
-	s := &scene{node: n, addon: testbed.Addon(t), streamed: "1", mode: mode, worldCA: filepath.Join(n.Dir, "world-ca.pem")}
+	s := &scene{node: n, addon: testbed.Addon(t), streamed: "1", mode: mode}
+	s.worldCA = filepath.Join(n.Dir, "world-ca.pem")
 	s.serverTLS = &tls.Config{Certificates: []tls.Certificate{certify(t, s.worldCA)}}
 	s.args = []string{
 		"--showhost", "--set", "ssl_verify_upstream_trusted_ca=" + s.worldCA, "-s", testbed.FlowPrinter(n),

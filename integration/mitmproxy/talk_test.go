@@ -127,7 +127,7 @@ func startTLS(c *talk) error {
 	} else {
 		conn = tls.Client(c.tcp, c.config)
 	}
-	if err := conn.Handshake(); err != nil { //nolint:noctx // the connection has a deadline
+	if err := conn.Handshake(); err != nil {
 		return fmt.Errorf("handshake: %w", err)
 	}
 	c.Conn = conn

@@ -16,7 +16,7 @@ import (
 )
 
 var (
-	versionList = flag.String("versions", "", "test these versions of mitmproxy, separated by spaces; else the testbed's")
+	versionList = flag.String("versions", "", "versions of mitmproxy, separated by spaces; else that of the testbed")
 	tableFile   = flag.String("table", "", "write the table of versions to this file")
 )
 
@@ -37,7 +37,7 @@ var exceptions = []exception{
 	{"client half-closes TLS", "connect", "", "", "it ends a CONNECT tunnel with the client's side"},
 	{"server half-closes TCP", "connect", "", "", "it ends a CONNECT tunnel with the server's side"},
 	{"client half-closes HTTP/1", "sockets", "", "", "it gives up a request whose client has ended its side"},
-	{"server ends, both silent", "", "", "", "it reads the server's end when it knows the protocol, by the client's first bytes"},
+	{"server ends, both silent", "", "", "", "it sees the server's end when the client's first bytes tell the protocol"},
 	{
 		"gRPC-like streams, stream_large_bodies=1m", "", "", "",
 		"it passes on no part of a body that is shorter, before the end of the body",
@@ -90,7 +90,7 @@ func (e exception) matches(name, version, mode string) bool {
 // compare compares versions by their numbers.
 func compare(a, b string) int {
 	numbers := func(version string) (n []int) {
-		for _, part := range strings.Split(version, ".") {
+		for part := range strings.SplitSeq(version, ".") {
 			i, err := strconv.Atoi(part)
 			if err != nil {
 				break // 13.0.0.dev

@@ -76,8 +76,8 @@ func Sluice(programs ...string) (Image, error) {
 	})
 }
 
-// Mitmproxy builds mitmproxy:e2e with mitmdump and mitmweb of a version that integration/mitmproxy.sh has installed into
-// dir, and with the Python of the Debian 13 beside it. It has the user of the official image, mitmproxy.
+// Mitmproxy builds mitmproxy:e2e with mitmdump and mitmweb of a version that integration/mitmproxy.sh has installed
+// into dir, and with the Python of the Debian 13 beside it. It has the user of the official image, mitmproxy.
 func Mitmproxy(dir string) (Image, error) {
 	t := newTree()
 	debian := filepath.Join(filepath.Dir(dir), "debian13")
