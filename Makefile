@@ -3,6 +3,8 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.gitVersion=$(VERSION)
 FUZZTIME ?= 20s
 FUZZRULESTIME ?= 1h
+# The last release of each version of mitmproxy, of each minor one of 12, and the development branch.
+VERSIONS ?= 8.1.1 9.0.1 10.4.2 11.1.3 12.0.1 12.1.2 12.2.3 12.3.1 main
 
 # LDFLAGS sets the version. Go itself must not ask git for it: git refuses to read a clone that another user owns.
 export GOFLAGS := $(GOFLAGS) -buildvcs=false
@@ -13,12 +15,12 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test fuzz fuzz-rules bench lint manifests demo e2e bench-e2e e2e-kind cluster-up cluster-down \
+.PHONY: help build test test-mitmproxy fuzz fuzz-rules bench lint manifests demo e2e bench-e2e e2e-kind cluster-up cluster-down \
 	drill screenshot clean
 
 help: ## List the targets
 	@echo "Targets (those with * need root, on Debian or Ubuntu; they install the packages that they need):"
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## Build bin/sluice (the CNI plugin) and bin/sluiced (the daemon), static and stripped
 	CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o bin/sluice ./plugin
@@ -28,6 +30,15 @@ test: build ## * Run the unit and integration tests under the race detector
 	integration/setup.sh test
 	@# By default a program with the race detector sleeps for a second at its end, and there are 25 packages of tests.
 	CGO_ENABLED=1 GORACE=atexit_sleep_ms=100 go test -race -timeout 20m ./...
+
+test-mitmproxy: ## * Test protocols and failures with each of VERSIONS of mitmproxy; print and write bin/mitmproxy/table.md
+	integration/setup.sh test-mitmproxy
+	integration/mitmproxy.sh install $(VERSIONS)
+	@# The development branch is missing where GitHub cannot be reached.
+	had=$$(for v in $(VERSIONS); do if [[ -x bin/mitmproxy/$$v/mitmdump ]]; then echo "$$v"; fi; done); \
+	go test -count=1 -timeout 60m -parallel 4 -run '^TestVersions$$' ./integration/mitmproxy \
+		-args -versions "$$had" -table $(CURDIR)/bin/mitmproxy/table.md; \
+	status=$$?; cat bin/mitmproxy/table.md; exit $$status
 
 fuzz: ## Run each fuzz target for FUZZTIME (default 20s)
 	@set -e; for file in $$(grep -rl --include='*_test.go' '^func Fuzz' $(GODIRS)); do \
@@ -88,7 +99,7 @@ cluster-up: build bin/cluster/cluster ## * Start a Kubernetes node on this machi
 	integration/setup.sh e2e
 	bin/cluster/cluster up --dual-stack
 	bin/cluster/cluster image sluice bin/sluice bin/sluiced | bin/cluster/cluster load
-	bin/cluster/cluster image mitmproxy | bin/cluster/cluster load
+	bin/cluster/cluster image mitmproxy bin/mitmproxy/12.3.1 | bin/cluster/cluster load
 	bin/cluster/cluster image tools | bin/cluster/cluster load
 
 cluster-down: bin/cluster/cluster ## * Stop that node and remove all its files

@@ -5,7 +5,7 @@ set -euo pipefail
 
 usage="usage: $0 install VERSION…"
 bin=$(cd "$(dirname "$0")/.." && pwd)/bin/mitmproxy
-root=$bin/debian13 # has the Python for versions that the machine's Python is too old for
+root=$bin/debian13 # has the Python for versions that many machines' Python is too old for
 
 main() {
     case ${1-} in
@@ -36,11 +36,11 @@ $usage
 Installs versions of mitmproxy into bin/mitmproxy/VERSION/, each with mitmdump and mitmweb. VERSION is one of
   8.1.1     the package of Debian 12, which is only linked to
   12.3.1    or another release, from PyPI
-  main      mitmproxy's development branch, from GitHub
+  main      mitmproxy's development branch, from GitHub; left out where GitHub cannot be reached
   default   the newest release for the Python of this machine; Debian's package where PyPI cannot be reached.
             To get a newer one later, remove bin/mitmproxy/default.
-Releases from 11.1 on need Python 3.12. Where the machine's is older, they get one of a Debian 13 that debootstrap
-makes in bin/mitmproxy/debian13, which takes root and a few minutes, once.
+Releases from 11.1 on and the development branch need Python 3.12. They get that of a Debian 13, which debootstrap makes
+in bin/mitmproxy/debian13. That takes root and a few minutes, once.
 END
 }
 
@@ -66,7 +66,8 @@ install() {
     : >"$log"
     case $1 in
     8.1.1) link_debian ;;
-    main) install_release "$1" https://github.com/mitmproxy/mitmproxy/archive/refs/heads/main.tar.gz ;;
+    main) install_release "$1" https://github.com/mitmproxy/mitmproxy/archive/refs/heads/main.tar.gz ||
+        say "the development branch is left out" ;;
     default) install_default ;;
     *) install_release "$1" "mitmproxy==$1" ;;
     esac
@@ -83,7 +84,7 @@ link_debian() {
     publish 8.1.1
 }
 
-# install_default installs the newest release that the machine's Python can have, and links to it.
+# install_default installs the newest release that the machine's Python can have.
 install_default() {
     say "installing the newest release for $(python3 --version)"
     if ! make_venv python3 || ! pip mitmproxy; then
@@ -91,14 +92,7 @@ install_default() {
         rm -rf "$new/venv"
         return 0
     fi
-    local version
-    version=$("$new/venv/bin/python" -c 'from importlib.metadata import version; print(version("mitmproxy"))')
-    if installed "$version"; then
-        rm -rf "$new/venv"
-    else
-        add_programs "$version"
-    fi
-    ln -sfn "$version" "$bin/default"
+    add_programs default
 }
 
 # install_release VERSION REQUIREMENT installs a requirement of pip as VERSION.
@@ -106,8 +100,7 @@ install_release() {
     say "installing $1"
     rm -rf "$new/venv"
     local python=python3
-    if [[ $(printf '%s\n' 11.1 "$1" | sort -V | tail -n 1) == "$1" ]] && # `main` sorts behind all numbers
-        ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+    if [[ $(printf '%s\n' 11.1 "$1" | sort -V | tail -n 1) == "$1" ]]; then # `main` sorts behind all numbers
         make_root || return 1
         python=
     fi

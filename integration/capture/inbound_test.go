@@ -162,7 +162,8 @@ func TestInboundThroughAProxyInAPod(t *testing.T) {
 	outcome := callers(t, n.World, pod, count, home.IPv4, home.IPv6)
 	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == count })
 	proxy := testbed.Launch(home.Host, n.Mitmproxy("mitmdump"), append(testbed.RawTCP,
-		"--set", "confdir="+testbed.Confdir(n), "--set", "server=false", "--set", "sluice_socket="+n.ProxySocket(), "-s", testbed.Addon(t))...)
+		"--set", "confdir="+testbed.Confdir(n), "--set", "server=false",
+		"--set", "sluice_socket="+n.ProxySocket(), "-s", testbed.Addon(t))...)
 	testbed.WantServed(t, outcome, count)
 	if ownConnection.MatchString(proxy.Log()) {
 		t.Error("connections have come back to the proxy")

@@ -3,7 +3,7 @@
 //
 //	cluster up [--dual-stack] [--dir DIR]           starts a node, and prints the path of the kubeconfig
 //	cluster load [--dir DIR] [IMAGE.tar…]           loads images onto the node, from files or standard input
-//	cluster image NAME [PROGRAM…] >IMAGE.tar        builds an image: tools, sluice or mitmproxy
+//	cluster image NAME [PATH…] >IMAGE.tar           builds an image: tools, sluice or mitmproxy
 //	cluster exec [--dir DIR] [--world] -- COMMAND…  runs a command on the node
 //	cluster down [--dir DIR]                        stops the node and removes its files
 package main

@@ -83,7 +83,7 @@ func TestNode(t *testing.T) {
 			n.phase("up", func() { n.up(t.Context(), n.programs) })
 			n.phase("images", func() {
 				n.load(images.Tools())
-				n.load(images.Mitmproxy())
+				n.load(images.Mitmproxy("../../bin/mitmproxy/12.3.1"))
 			})
 			n.phase("workload", func() {
 				n.kubectl(workload, "apply", "-f", "-")

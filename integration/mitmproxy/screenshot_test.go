@@ -23,8 +23,9 @@ func TestScreenshot(t *testing.T) {
 	n := testbed.NewWith(t, "sockets")
 	serveWorld(t, n)
 	const address = "127.0.0.1:8081"
-	proxy := testbed.Launch(n.Host, n.Mitmproxy("mitmweb"), "--set", "confdir="+testbed.Confdir(n), "--set", "server=false",
-		"--set", "web_open_browser=false", "--web-host", "127.0.0.1", "--web-port", "8081",
+	proxy := testbed.Launch(n.Host, n.Mitmproxy("mitmweb"),
+		"--set", "confdir="+testbed.Confdir(n), "--set", "server=false", "--set", "web_open_browser=false",
+		"--web-host", "127.0.0.1", "--web-port", "8081",
 		"--set", "sluice_socket="+n.ProxySocket(), "-s", testbed.Addon(t), "--showhost")
 	d := n.StartDaemon()
 	pods := []*testbed.Pod{n.AddPod("runner1"), n.AddPod("runner2")}

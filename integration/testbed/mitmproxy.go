@@ -20,9 +20,15 @@ const mitmproxyVariable = "SLUICE_MITMPROXY"
 // Mitmproxy returns the path of a program of mitmproxy, mitmdump or mitmweb, in the node's version of it.
 func (n *Node) Mitmproxy(program string) string {
 	n.tb.Helper()
-	path, err := mitmproxy(n.MitmproxyVersion, program)
+	return Mitmproxy(n.tb, n.MitmproxyVersion, program)
+}
+
+// Mitmproxy returns the path of a program of mitmproxy in a version; empty: in that which nodes run by default.
+func Mitmproxy(tb TB, version, program string) string {
+	tb.Helper()
+	path, err := mitmproxy(version, program)
 	if err != nil {
-		n.tb.Fatalf("%v", err)
+		tb.Fatalf("%v", err)
 	}
 	return path
 }

@@ -2,6 +2,7 @@ package images
 
 import (
 	"debug/elf"
+	"errors"
 	"fmt"
 	"os/exec"
 	"path/filepath"
@@ -15,16 +16,18 @@ const architecture = runtime.GOARCH
 
 const searchPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// Named builds the image with the given name: tools, sluice or mitmproxy. programs are paths of programs that the image
-// tools or sluice is to contain.
-func Named(name string, programs []string) (Image, error) {
-	switch name {
-	case "tools":
-		return Tools(programs...)
-	case "sluice":
-		return Sluice(programs...)
-	case "mitmproxy":
-		return Mitmproxy()
+// Named builds the image with the given name: tools, sluice or mitmproxy. paths are those of programs that the image
+// tools or sluice is to contain, or that of the one installed mitmproxy.
+func Named(name string, paths []string) (Image, error) {
+	switch {
+	case name == "tools":
+		return Tools(paths...)
+	case name == "sluice":
+		return Sluice(paths...)
+	case name == "mitmproxy" && len(paths) == 1:
+		return Mitmproxy(paths[0])
+	case name == "mitmproxy":
+		return Image{}, errors.New("name the folder of the mitmproxy for the image, such as bin/mitmproxy/12.3.1")
 	default:
 		return Image{}, fmt.Errorf("unknown image %q: want tools, sluice or mitmproxy", name)
 	}
@@ -73,18 +76,39 @@ func Sluice(programs ...string) (Image, error) {
 	})
 }
 
-// Mitmproxy builds mitmproxy:e2e with mitmdump and mitmweb from the machine's package, and with its dependencies.
-func Mitmproxy() (Image, error) {
+// Mitmproxy builds mitmproxy:e2e with mitmdump and mitmweb of a version that integration/mitmproxy.sh has installed
+// into dir, and with the Python of the Debian 13 beside it. It has the user of the official image, mitmproxy.
+func Mitmproxy(dir string) (Image, error) {
 	t := newTree()
-	if err := t.packages("mitmproxy"); err != nil {
-		return Image{}, err
+	debian := filepath.Join(filepath.Dir(dir), "debian13")
+	parts := []string{"usr/lib64", "usr/lib/*-linux-gnu", "usr/lib/python3*", "usr/bin/python3*"}
+	for _, pattern := range parts {
+		found, err := filepath.Glob(filepath.Join(debian, pattern))
+		if err != nil {
+			return Image{}, err
+		}
+		if found == nil {
+			return Image{}, fmt.Errorf("%s/%s is missing (integration/setup.sh e2e installs it)", debian, pattern)
+		}
+		for _, source := range found {
+			t.below(source, strings.TrimPrefix(source, debian))
+		}
+	}
+	const home = "/opt/mitmproxy"
+	t.below(filepath.Join(dir, "venv", "lib"), home+"/lib")
+	t.text(home+"/pyvenv.cfg", "home = /usr/bin\ninclude-system-site-packages = false\n")
+	t.symlink(home+"/bin/python", "/usr/bin/python3")
+	for _, name := range []string{"mitmdump", "mitmweb"} {
+		t.script("/usr/local/bin/"+name, "#!"+home+"/bin/python\nimport sys\n"+
+			"from mitmproxy.tools import main\nsys.exit(main."+name+"())\n")
 	}
 	if err := t.busybox(); err != nil {
 		return Image{}, err
 	}
+	t.user("mitmproxy", 1000)
 	t.file("/etc/ssl/certs/ca-certificates.crt")
 	return newImage("mitmproxy:e2e", t, v1.Config{
-		Cmd: []string{"mitmdump"}, Env: []string{searchPath, "HOME=/root", "LANG=C.UTF-8"},
+		Cmd: []string{"mitmdump"}, Env: []string{searchPath, "LANG=C.UTF-8"},
 	})
 }
 

@@ -64,9 +64,21 @@ func (t *tree) symlink(name, target string) {
 	t.add(name, entry{header: tar.Header{Typeflag: tar.TypeSymlink, Linkname: target, Mode: 0o777}})
 }
 
-func (t *tree) text(name, text string) {
-	header := tar.Header{Typeflag: tar.TypeReg, Mode: 0o644, Size: int64(len(text))}
+func (t *tree) text(name, text string) { t.textMode(name, text, 0o644) }
+
+func (t *tree) script(name, text string) { t.textMode(name, text, 0o755) }
+
+func (t *tree) textMode(name, text string, mode int64) {
+	header := tar.Header{Typeflag: tar.TypeReg, Mode: mode, Size: int64(len(text))}
 	t.add(name, entry{header: header, data: []byte(text)})
+}
+
+// user adds a user with a group of the same name and a home.
+func (t *tree) user(name string, id int) {
+	home := "/home/" + name
+	t.text("/etc/passwd", fmt.Sprintf("%s%s:x:%d:%d::%s:/bin/sh\n", t.entries["/etc/passwd"].data, name, id, id, home))
+	t.text("/etc/group", fmt.Sprintf("%s%s:x:%d:\n", t.entries["/etc/group"].data, name, id))
+	t.add(home, entry{header: tar.Header{Typeflag: tar.TypeDir, Mode: 0o755, Uid: id, Gid: id}})
 }
 
 // program adds a file of this machine under another name.
@@ -80,8 +92,7 @@ func (t *tree) program(name, source string) {
 	t.add(name, entry{header: header, source: source})
 }
 
-// file adds a file, link or folder of this machine under its own path, with the links in the path resolved. An entry
-// that newTree has created stays.
+// file adds a file, link or folder of this machine under its own path, with the links in the path resolved.
 func (t *tree) file(source string) {
 	dir, err := filepath.EvalSymlinks(filepath.Dir(source))
 	if err != nil {
@@ -89,21 +100,36 @@ func (t *tree) file(source string) {
 		return
 	}
 	name := filepath.Join(dir, filepath.Base(source))
-	info, err := os.Lstat(name)
+	t.fileAs(name, name)
+}
+
+// below adds a file or link of this machine, or a folder with all that is in it, under another name.
+func (t *tree) below(source, name string) {
+	t.fail(filepath.WalkDir(source, func(path string, _ fs.DirEntry, err error) error {
+		if err == nil {
+			t.fileAs(path, name+strings.TrimPrefix(path, source))
+		}
+		return err
+	}))
+}
+
+// fileAs adds a file, link or folder under another name. A folder or link that newTree has created stays.
+func (t *tree) fileAs(source, name string) {
+	info, err := os.Lstat(source)
 	if err != nil {
 		t.fail(err)
 		return
 	}
-	if _, ok := t.entries[name]; ok && info.IsDir() {
-		return
-	}
+	_, exists := t.entries[name]
 	switch {
 	case info.IsDir():
-		t.dir(name, int64(info.Mode().Perm()))
+		if !exists {
+			t.dir(name, int64(info.Mode().Perm()))
+		}
 	case info.Mode()&fs.ModeSymlink != 0:
-		target, err := os.Readlink(name)
+		target, err := os.Readlink(source)
 		t.fail(err)
-		if _, ok := t.entries[name]; !ok { // newTree has created /bin, /lib and so on
+		if !exists { // newTree has created /bin, /lib and so on
 			t.symlink(name, target)
 		}
 	case info.Mode().IsRegular():
@@ -111,7 +137,7 @@ func (t *tree) file(source string) {
 			Typeflag: tar.TypeReg, Mode: int64(info.Mode().Perm()), Size: info.Size(),
 			// Python uses compiled bytecode only if it records the modification time of the source.
 			ModTime: info.ModTime(),
-		}, source: name})
+		}, source: source})
 	}
 }
 
