@@ -47,11 +47,15 @@ debian13="
 debootstrap           debootstrap
 /usr/share/keyrings/debian-archive-keyring.gpg debian-archive-keyring
 "
+lint="
+shellcheck            shellcheck
+/usr/share/doc/python3-venv python3-venv
+"
 optional='' version=''
 case ${1-} in
 test) wanted=$common$test$mitmproxy version=default ;;
 test-mitmproxy) wanted=$common$test$mitmproxy$debian13 ;;
-lint) wanted="shellcheck shellcheck" ;;
+lint) wanted=$lint ;;
 demo) wanted=$common optional=$mitmproxy version=default ;;
 bench) wanted=$common$bench$mitmproxy$debian13 version="default 8.1.1 12.3.1" ;;
 e2e) wanted=$e2e$debian13 version=12.3.1 ;;

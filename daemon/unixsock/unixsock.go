@@ -1,6 +1,6 @@
 // Package unixsock has the unix sockets over which the programs of one node talk to each other: sockets that only root
-// or a group may use, and file descriptors sent over them (SCM_RIGHTS, unix(7)). The plugin calls the daemon over one, a new
-// daemon takes the listeners of pods from the old one, and proxies take them from the daemon.
+// or a group may use, and file descriptors sent over them (SCM_RIGHTS, unix(7)). The plugin calls the daemon over one, a
+// new daemon takes the listeners of pods from the old one, and proxies take them from the daemon.
 package unixsock
 
 import (
@@ -16,8 +16,8 @@ import (
 )
 
 // Listener is a unix socket that listens at a path. It closes connections of peers that are neither root nor the
-// daemon's own user nor, of a socket from ListenForGroup, of its group (SO_PEERCRED). The socket's mode already excludes
-// them, but a socket can be mounted into a container where it should not be. Close does not remove the path.
+// daemon's own user nor, of a socket from ListenForGroup, of its group (SO_PEERCRED). The socket's mode already
+// excludes them, but a socket can be mounted into a container where it should not be. Close does not remove the path.
 type Listener struct {
 	net.Listener
 	path     string

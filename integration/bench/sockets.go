@@ -183,7 +183,8 @@ func sharedSockets(b *bench, version string) {
 		second.Kill()
 		taken(b, daemons[0], 1, 1)
 	}
-	name := fmt.Sprintf("sockets, mitmdump %s: requests of two processes that share, relative to two that do not", version)
+	const what = "requests of two processes that share, relative to two that do not"
+	name := fmt.Sprintf("sockets, mitmdump %s: %s", version, what)
 	b.add(ratio("sockets", name, shared, apart).atLeast(0.95).
 		beside("sharing", median(shared), "/s").beside("apart", median(apart), "/s").beside("one", median(one), "/s"))
 }
