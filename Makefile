@@ -59,7 +59,7 @@ bench: build ## * Measure latency, throughput, ADD and memory against their budg
 
 # The quick checks come first. Each script begins with a comment about its check, and its message says how to fix a
 # finding.
-lint: bin/tools/golangci-lint bin/tools/helm ## Check Go, scripts, columns, wording, NOTICE, links, chart and manifests
+lint: bin/tools/golangci-lint bin/tools/helm ## Check Go, Python, scripts, wording, NOTICE, links, chart and manifests
 	@integration/setup.sh lint
 	tools/lint/go-format
 	tools/lint/columns
@@ -67,6 +67,7 @@ lint: bin/tools/golangci-lint bin/tools/helm ## Check Go, scripts, columns, word
 	shellcheck $(SCRIPTS)
 	bin/tools/helm lint --quiet deploy/chart
 	tools/lint/manifests
+	tools/lint/python
 	go mod tidy -diff
 	tools/lint/plugin-links
 	tools/lint/notice

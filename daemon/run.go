@@ -136,7 +136,7 @@ func (d daemon) run(ctx context.Context) error {
 	if d.conf.MetricsAddress != "" {
 		group.Go(func() error { return p.api.ServeMetrics(serving, d.conf.MetricsAddress) })
 	}
-	group.Go(func() error { return serveProxies(serving, p.hub, d.conf.ProxySocket, p.agent) })
+	group.Go(func() error { return d.serveProxies(serving, p.hub, p.agent) })
 	group.Go(func() error {
 		err := p.agent.Run(ctx)
 		stopRelaying()
@@ -235,8 +235,8 @@ func (d daemon) ready(node *kube.Node) func() error {
 	}
 }
 
-func serveProxies(ctx context.Context, hub *proxies.Hub, path string, a *agent.Agent) error {
-	l, err := unixsock.Listen("unixpacket", path)
+func (d daemon) serveProxies(ctx context.Context, hub *proxies.Hub, a *agent.Agent) error {
+	l, err := unixsock.ListenForGroup("unixpacket", d.conf.ProxySocket, d.log)
 	if err != nil {
 		return fmt.Errorf("proxySocket: %w", err)
 	}

@@ -53,13 +53,13 @@ test) wanted=$common$test$mitmproxy version=default ;;
 test-mitmproxy) wanted=$common$test$mitmproxy$debian13 ;;
 lint) wanted="shellcheck shellcheck" ;;
 demo) wanted=$common optional=$mitmproxy version=default ;;
-bench) wanted=$common$bench$mitmproxy version=default ;;
+bench) wanted=$common$bench$mitmproxy$debian13 version="default 8.1.1 12.3.1" ;;
 e2e) wanted=$e2e$debian13 version=12.3.1 ;;
 screenshot) wanted=$common$test$mitmproxy"chromium chromium" version=default ;;
 -h | --help)
     echo "$usage"
     echo "Installs the Debian or Ubuntu packages that the make target needs and that are missing, as root, and the"
-    echo "target's version of mitmproxy into bin/mitmproxy/."
+    echo "target's versions of mitmproxy into bin/mitmproxy/."
     exit 0
     ;;
 *) echo "$usage" >&2 && exit 2 ;;
@@ -75,10 +75,12 @@ missing() {
     done <<<"$1" | sort -u
 }
 
-# install_mitmproxy installs the target's version of mitmproxy.
+# install_mitmproxy installs the target's versions of mitmproxy.
 install_mitmproxy() {
-    if [[ -n $version ]]; then
-        "$(dirname "$0")/mitmproxy.sh" install "$version"
+    local versions
+    read -ra versions <<<"$version"
+    if ((${#versions[@]} > 0)); then
+        "$(dirname "$0")/mitmproxy.sh" install "${versions[@]}"
     fi
 }
 

@@ -47,7 +47,7 @@ func (a *Agent) Start(ctx context.Context, path string) (net.Listener, error) {
 	if err := errors.Join(err, transfer.Confirm()); err != nil {
 		return nil, fmt.Errorf("taking over from the sluiced before this one: %w", err)
 	}
-	if a.socket, err = unixsock.Listen("unix", path); err != nil {
+	if a.socket, err = unixsock.Listen("unix", path, a.log); err != nil {
 		return nil, fmt.Errorf("agent socket: %w", err)
 	}
 	return a.socket, nil

@@ -239,8 +239,8 @@ func (a *Agent) reportForeign(r attach.Record) error {
 	if err != nil || len(before) == 0 {
 		return err
 	}
-	a.events.report(r.Pod, true, reasonUndone, summary(before)+": the pod's connections fail, and none goes around the "+
-		"proxy; find the program that has made the chain")
+	a.events.report(r.Pod, true, reasonUndone, summary(before)+
+		": the pod's connections fail, and none goes around the proxy; find the program that has made the chain")
 	return nil
 }
 

@@ -15,7 +15,6 @@ import (
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/handover"
-	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -42,7 +41,7 @@ func (a *API) Serve(ctx context.Context, l net.Listener) error {
 	// A plugin whose call is interrupted takes the daemon for down, which is right.
 	stop := context.AfterFunc(ctx, func() { _ = s.Close() })
 	defer stop()
-	if err := s.Serve(unixsock.RootOnly{Listener: l, Log: a.Log}); !errors.Is(err, http.ErrServerClosed) {
+	if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serving the agent socket: %w", err)
 	}
 	return nil

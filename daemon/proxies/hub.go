@@ -20,7 +20,6 @@ import (
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/pause"
-	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -116,9 +115,8 @@ func (h *Hub) Run(ctx context.Context, l net.Listener, owner Owner) error {
 	defer stop()
 	var serving sync.WaitGroup
 	defer serving.Wait()
-	from := unixsock.RootOnly{Listener: l, Log: h.log}
 	for {
-		c, err := from.Accept()
+		c, err := l.Accept()
 		switch {
 		case err == nil:
 			h.serve(ctx, c.(*net.UnixConn), owner, &serving)

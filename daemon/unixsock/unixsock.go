@@ -1,5 +1,5 @@
 // Package unixsock has the unix sockets over which the programs of one node talk to each other: sockets that only root
-// may use, and file descriptors sent over them (SCM_RIGHTS, unix(7)). The plugin calls the daemon over one, a new
+// or a group may use, and file descriptors sent over them (SCM_RIGHTS, unix(7)). The plugin calls the daemon over one, a new
 // daemon takes the listeners of pods from the old one, and proxies take them from the daemon.
 package unixsock
 
@@ -10,15 +10,20 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"syscall"
 
 	"golang.org/x/sys/unix"
 )
 
-// Listener is a unix socket that listens at a path. Close does not remove the path.
+// Listener is a unix socket that listens at a path. It closes connections of peers that are neither root nor the
+// daemon's own user nor, of a socket from ListenForGroup, of its group (SO_PEERCRED). The socket's mode already excludes
+// them, but a socket can be mounted into a container where it should not be. Close does not remove the path.
 type Listener struct {
 	net.Listener
-	path string
-	file os.FileInfo
+	path     string
+	file     os.FileInfo
+	forGroup bool
+	log      *slog.Logger
 }
 
 // Addr returns the address at path: the kernel knows the socket by the name that it had before it was renamed.
@@ -34,7 +39,17 @@ func (l *Listener) Replaced() bool {
 
 // Listen binds a socket at path with mode 0600. It makes missing directories, and replaces a socket that another daemon
 // left behind or has handed over. network is "unix", or "unixpacket" for a socket that preserves message boundaries.
-func Listen(network, path string) (*Listener, error) {
+func Listen(network, path string, log *slog.Logger) (*Listener, error) {
+	return listen(network, path, false, log)
+}
+
+// ListenForGroup is Listen for a socket that its group may use too, unless that is root's. If the directory has the
+// setgid bit, the socket gets the directory's group and mode 0660. Else root can change its group and mode.
+func ListenForGroup(network, path string, log *slog.Logger) (*Listener, error) {
+	return listen(network, path, true, log)
+}
+
+func listen(network, path string, forGroup bool, log *slog.Logger) (*Listener, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return nil, err
 	}
@@ -47,7 +62,11 @@ func Listen(network, path string) (*Listener, error) {
 		return nil, err
 	}
 	l.SetUnlinkOnClose(false) // the path may be the next daemon's socket by then
-	if err := os.Chmod(fresh, 0o600); err != nil {
+	mode := os.FileMode(0o600)
+	if dir, err := os.Stat(filepath.Dir(path)); err == nil && forGroup && dir.Mode()&os.ModeSetgid != 0 {
+		mode = 0o660 // the kernel has given the socket the group of the directory
+	}
+	if err := os.Chmod(fresh, mode); err != nil {
 		return nil, errors.Join(err, l.Close())
 	}
 	file, err := os.Stat(fresh)
@@ -57,31 +76,36 @@ func Listen(network, path string) (*Listener, error) {
 	if err != nil {
 		return nil, errors.Join(err, l.Close())
 	}
-	return &Listener{l, path, file}, nil
-}
-
-// RootOnly closes connections of peers that are neither root nor the daemon's own user (SO_PEERCRED). The socket's mode
-// already excludes them, but a socket can be mounted into a container where it should not be.
-type RootOnly struct {
-	net.Listener
-	Log *slog.Logger
+	return &Listener{l, path, file, forGroup, log}, nil
 }
 
 // Accept implements net.Listener.
-func (l RootOnly) Accept() (net.Conn, error) {
+func (l *Listener) Accept() (net.Conn, error) {
 	for {
 		c, err := l.Listener.Accept()
 		if err != nil {
 			return nil, err
 		}
 		cred, err := peer(c.(*net.UnixConn))
-		if err == nil && (cred.Uid == 0 || int(cred.Uid) == os.Geteuid()) {
+		if err == nil && l.mayUse(cred) {
 			return c, nil
 		}
-		l.Log.Warn("peer turned away: it is neither root nor the daemon's user",
-			"address", l.Addr().String(), "peer", fmt.Sprintf("%+v", cred), "err", err)
+		l.log.Warn("peer turned away: it may not use this socket", "address", l.Addr().String(),
+			"peer", fmt.Sprintf("%+v", cred), "err", err)
 		_ = c.Close() // nothing has been sent
 	}
+}
+
+func (l *Listener) mayUse(c *unix.Ucred) bool {
+	if c.Uid == 0 || int(c.Uid) == os.Geteuid() {
+		return true
+	}
+	now, err := os.Stat(l.path)
+	if !l.forGroup || err != nil || !os.SameFile(now, l.file) {
+		return false
+	}
+	group := now.Sys().(*syscall.Stat_t).Gid
+	return now.Mode()&0o060 == 0o060 && group != 0 && group == c.Gid
 }
 
 // peer returns the credentials that the peer had when it connected.

@@ -1,6 +1,7 @@
 """sluice for mitmproxy: accepts the connections of captured pods in their own network namespaces.
 
-    mitmdump -s sluice.py
+    mitmdump -s sluice.py                              # a copy of this file
+    mitmdump -s "$(python -m sluice_mitmproxy)"        # from the Python package sluice-mitmproxy
 
 With `upstream.protocol: sockets`, sluiced hands over the sockets that listen in the netns of each captured pod.
 This addon accepts connections on them. There is no relay between the pod and mitmproxy, and mitmproxy sees the
@@ -13,10 +14,17 @@ The mode of mitmproxy's own server does not matter: it is for clients that use m
 clients, add `--set server=false`.
 
 Flows name their pod in their comment (`~comment ci/`) and in their metadata (`~meta ci/`): sluice.pod,
-sluice.namespace, sluice.name, sluice.uid, sluice.node, sluice.direction, sluice.labels.
+sluice.namespace, sluice.name, sluice.uid, sluice.node, sluice.direction, sluice.labels. Lines of mitmdump and of
+the log show it behind the client's address: `10.0.0.5:40000 ci/runner-1`.
+
+mitmproxy loads this file again when it changes. Connections that are open go on, and connections that wait are
+accepted by the new instance.
 
 Needs mitmproxy 8.1 or later and no other package. docs/proxies.md in sluice's repository describes the protocol.
 """
+
+from __future__ import annotations
+
 import asyncio
 import contextvars
 import errno
@@ -28,7 +36,8 @@ import os
 import resource
 import socket
 import struct
-from typing import Any, Awaitable, Callable, Optional, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from mitmproxy import ctx, platform, version
 
@@ -37,6 +46,10 @@ MAX_MESSAGE = 64 << 10
 RECONNECT = 0.25  # seconds
 SILENCE = 5  # seconds; sluiced sends a message every second
 RESERVE = 16  # descriptors for everything that is not a connection
+HEAD_BYTES = 256 << 10  # of a conversation over raw TCP or a WebSocket, if the flows in memory are bounded
+HEAD_MESSAGES = 1024
+
+Facts = dict[str, Any]  # the metadata of a pod's flows
 
 # Addresses of cloud metadata services, which serve a node's credentials, beside the link-local addresses.
 METADATA = {ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_address("fd20:ce::254")}
@@ -50,30 +63,47 @@ def log(level: int, text: str, *args: Any) -> None:
         logging.log(level, "sluice: " + text, *args)
 
 
-# The facts of the pod that the current task serves.
-current: contextvars.ContextVar[Optional[dict]] = contextvars.ContextVar("sluice", default=None)
+class Kept:
+    """The connections that the addon serves. mitmproxy's master keeps it while the addon is loaded again."""
+
+    def __init__(self) -> None:
+        # asyncio keeps weak references only: the garbage collector could end a task.
+        self.tasks: set[asyncio.Task[None]] = set()  # one for each connection
+        # The connection of the current task, between accept() and mitmproxy's first hook.
+        self.current: contextvars.ContextVar[tuple[Facts, Writer] | None]
+        self.current = contextvars.ContextVar("sluice", default=None)
+
+    @classmethod
+    def of(cls, master: Any) -> Kept:
+        kept: Kept = vars(master).setdefault("sluice", cls())
+        return kept
 
 
 class Listener:
     """One listening socket in the netns of a pod."""
 
-    def __init__(self, sock: socket.socket, pod: dict, direction: str):
+    def __init__(self, sock: socket.socket, pod: dict[str, Any], direction: str):
         self.sock = sock
         self.pod = pod
         self.direction = direction
 
-    def facts(self, node: str) -> dict:
-        facts = {
-            "sluice.pod": f"{self.pod['namespace']}/{self.pod['name']}",
-            "sluice.namespace": self.pod["namespace"],
-            "sluice.name": self.pod["name"],
-            "sluice.uid": self.pod["uid"],
-            "sluice.node": node,
-            "sluice.direction": self.direction,
-        }
-        if self.pod.get("labels"):
-            facts["sluice.labels"] = self.pod["labels"]
-        return facts
+    def facts(self, node: str) -> Facts:
+        return facts_of(self.pod, self.direction, node)
+
+
+def facts_of(pod: dict[str, Any], direction: str, node: str) -> Facts:
+    """Returns the metadata of the flows of a pod."""
+    facts = {
+        "sluice.pod": f"{pod['namespace']}/{pod['name']}",
+        "sluice.namespace": pod["namespace"],
+        "sluice.name": pod["name"],
+        "sluice.uid": pod["uid"],
+        "sluice.node": node,
+        "sluice.direction": direction,
+    }
+    if pod.get("labels"):
+        facts["sluice.labels"] = pod["labels"]
+    return facts
 
 
 class Listeners:
@@ -136,22 +166,27 @@ class Listeners:
         self.serve(conn, listener)
 
 
-async def _ready(sock: socket.socket, add: Callable, remove: Callable) -> None:
-    done = asyncio.get_running_loop().create_future()
-    add(sock, lambda: done.done() or done.set_result(None))
+async def _ready(sock: socket.socket, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def ready() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    add(sock, ready)
     try:
         await done
     finally:
         remove(sock)
 
 
-async def send(sock: socket.socket, message: dict, fds: Sequence[int] = ()) -> None:
+async def send(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
     data = json.dumps(message).encode()
     loop = asyncio.get_running_loop()
     while True:
         try:
             if fds:
-                socket.send_fds(sock, [data], fds)
+                socket.send_fds(sock, [data], list(fds))
             else:
                 sock.send(data)
             return
@@ -159,7 +194,8 @@ async def send(sock: socket.socket, message: dict, fds: Sequence[int] = ()) -> N
             await _ready(sock, loop.add_writer, loop.remove_writer)
 
 
-async def receive(sock: socket.socket) -> tuple[dict, list[int]]:
+async def receive(sock: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
+    """Receives a message and its sockets. Python closes the sockets if the caller has been cancelled meanwhile."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -167,9 +203,10 @@ async def receive(sock: socket.socket) -> tuple[dict, list[int]]:
         except BlockingIOError:
             await _ready(sock, loop.add_reader, loop.remove_reader)
             continue
+        sockets = [socket.socket(fileno=fd) for fd in fds]
         if not data:
             raise EOFError("sluiced has closed the connection")
-        return json.loads(data), fds
+        return json.loads(data), sockets
 
 
 class Session:
@@ -201,8 +238,7 @@ class Session:
             await loop.sock_connect(sock, self.path)
             await self._unless_replaced(self._greet(sock), bound)
             while True:
-                message, fds = await self._unless_replaced(receive(sock), bound)
-                sockets = [socket.socket(fileno=fd) for fd in fds]
+                message, sockets = await self._unless_replaced(receive(sock), bound)
                 try:
                     answer = self._obey(message, sockets)
                 except Exception:
@@ -212,7 +248,7 @@ class Session:
                 if answer:
                     await send(sock, answer)
 
-    def _socket_identity(self) -> Optional[tuple]:
+    def _socket_identity(self) -> tuple[int, int] | None:
         """Identifies the socket that is at the path now: another sluiced binds a new one."""
         try:
             at = os.stat(self.path)
@@ -220,7 +256,7 @@ class Session:
             return None
         return at.st_dev, at.st_ino
 
-    async def _unless_replaced(self, call: Awaitable, bound: Optional[tuple]) -> Any:
+    async def _unless_replaced(self, call: Awaitable[Any], bound: tuple[int, int] | None) -> Any:
         """Waits for a call to sluiced, until another sluiced has taken the place of a hanging one."""
         task = asyncio.ensure_future(call)
         try:
@@ -241,9 +277,9 @@ class Session:
                 "labels": self.labels, "held": len(held),
             }, [network.fileno()])
         for id, listeners in held:
-            await send(sock, {"kind": "held", "id": id}, [l.sock.fileno() for l in listeners])
+            await send(sock, {"kind": "held", "id": id}, [listener.sock.fileno() for listener in listeners])
 
-    def _obey(self, message: dict, sockets: list[socket.socket]) -> Optional[dict]:
+    def _obey(self, message: dict[str, Any], sockets: list[socket.socket]) -> dict[str, Any] | None:
         kind = message["kind"]
         if kind == "hello":
             self.node = message.get("node", "")
@@ -252,7 +288,8 @@ class Session:
             if len(sockets) != len(message["listeners"]):
                 raise ValueError(f"{len(sockets)} sockets for {len(message['listeners'])} listeners")
             self.listeners.attach(message["id"], [
-                Listener(s, message["pod"], l["direction"]) for s, l in zip(sockets, message["listeners"])
+                Listener(s, message["pod"], described["direction"])
+                for s, described in zip(sockets, message["listeners"])  # noqa: B905 - strict= needs Python 3.10
             ])
         elif kind == "detach":
             self.listeners.detach(message["id"])
@@ -264,33 +301,92 @@ class Session:
         return None  # a later version may send other kinds of messages
 
 
-class Writer(asyncio.StreamWriter):
-    """A StreamWriter that reports another address for its peer."""
+class Port(int):
+    """The port of a pod's client. Wherever mitmproxy displays the client's address, the pod's name follows."""
 
-    peername: tuple
+    pod: str
+
+    def __new__(cls, port: int, pod: str) -> Port:
+        self = super().__new__(cls, port)
+        self.pod = pod
+        return self
+
+    def __format__(self, spec: str) -> str:
+        # mitmproxy formats addresses as f"{host}:{port}". Files and JSON are made with str() and repr(), and
+        # contain the number only.
+        return super().__format__(spec) if spec else f"{super().__format__(spec)} {self.pod}"
+
+
+class Writer(asyncio.StreamWriter):
+    """The connection to an app. It ends with a reset if the connection to the server failed or was reset.
+
+    mitmproxy itself would end it like one that the server has closed in good order.
+    """
+
+    peername: tuple[Any, ...]  # as mitmproxy is to see it
+    server: Any = None  # mitmproxy's newest connection to a server for this app
+    server_reader: asyncio.StreamReader | None = None
+    answered = False  # mitmproxy has written to the app after the server failed: an error page
 
     @classmethod
-    def of(cls, writer: asyncio.StreamWriter, peername: tuple) -> "Writer":
-        # A second StreamWriter would not do: the garbage collector would close the transport with the first one.
-        writer.__class__ = cls
+    async def open(cls, conn: socket.socket, peername: tuple[Any, ...]) -> tuple[asyncio.StreamReader, Writer]:
+        """Does what asyncio.open_connection() does, with a writer of this class."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        transport, _ = await loop.create_connection(lambda: protocol, sock=conn)
+        writer = cls(transport, protocol, reader, loop)
         writer.peername = peername
-        return writer
+        return reader, writer
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self.peername if name == "peername" else super().get_extra_info(name, default)
 
+    def connecting(self, server: Any) -> None:
+        """Notes that mitmproxy connects to a server."""
+        self.server, self.server_reader, self.answered = server, None, False
 
-def pod_address(peername: tuple, ips: Sequence[str]) -> tuple:
+    def server_failed(self) -> bool:
+        if self.server_reader:
+            return isinstance(self.server_reader.exception(), OSError)
+        return self.server is not None and bool(self.server.error) and not self.server.timestamp_tcp_setup
+
+    def write(self, data: Any) -> None:
+        self.answered = self.answered or self.server_failed()
+        super().write(data)
+
+    def write_eof(self) -> None:
+        # mitmproxy half-closes raw TCP only, to which it adds nothing of its own.
+        if self.server_failed():
+            self._reset()
+        else:
+            super().write_eof()
+
+    def close(self) -> None:
+        if self.server_failed() and not self.answered:
+            self._reset()
+        else:
+            super().close()
+
+    def _reset(self) -> None:
+        if not self.transport.is_closing():
+            reset_at_close(self.get_extra_info("socket"))
+        super().close()
+
+
+def reset_at_close(sock: socket.socket) -> None:
+    """Makes close() send a reset."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def pod_address(host: str, ips: Sequence[str]) -> str:
     """Replaces the address of a container nested in the pod, which is not unique, by the pod's own address."""
-    if peername[0] in ips:
-        return peername
-    for ip in ips:
-        if (":" in ip) == (":" in peername[0]):
-            return (ip, *peername[1:])
-    return peername
+    if host in ips:
+        return host
+    return next((ip for ip in ips if (":" in ip) == (":" in host)), host)
 
 
-def forbidden(destination: tuple, local: tuple) -> str:
+def forbidden(destination: tuple[Any, ...], local: tuple[Any, ...]) -> str:
     """Returns the reason why the proxy must not connect to a destination for a pod, or an empty string.
 
     From the proxy's netns and under the node's identity, such an address means something else than in the pod.
@@ -308,7 +404,14 @@ def forbidden(destination: tuple, local: tuple) -> str:
     return ""
 
 
-def own(peername: tuple, pod: tuple) -> bool:
+def gone(conn: socket.socket) -> bool:
+    """Reports whether the client has closed the connection, or has reset it."""
+    ESTABLISHED = 1  # TCP_ESTABLISHED in include/net/tcp_states.h; the first byte of struct tcp_info is the state
+    state: int = conn.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return state != ESTABLISHED
+
+
+def own(peername: tuple[Any, ...], pod: tuple[Any, ...]) -> bool:
     """Reports whether the proxy itself opened a connection to a pod. Forwarded, it would come back without end."""
     family = socket.AF_INET6 if ":" in peername[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as s:
@@ -316,77 +419,66 @@ def own(peername: tuple, pod: tuple) -> bool:
             s.connect((pod[0], 9))  # on UDP this only looks up the route, and sends no packet
         except OSError:
             return False  # no route
-        return s.getsockname()[0] == peername[0]
+        return bool(s.getsockname()[0] == peername[0])
 
 
-def front(master) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]]:
-    """Returns the function that serves one accepted connection as mitmproxy's transparent mode does.
+class Front:
+    """Serves accepted connections as mitmproxy's transparent mode does, in any mode of mitmproxy's own server."""
 
-    It works in this version of mitmproxy, in any mode of mitmproxy's own server.
-    """
-    server = master.addons.get("proxyserver")
-    if not hasattr(server, "handle_tcp_connection"):
-        return newer_front(server)
+    serve: Callable[[asyncio.StreamReader, Any], Awaitable[None]]
 
-    from mitmproxy.addons.proxyserver import ProxyConnectionHandler
-    from mitmproxy.proxy import layers
+    def __init__(self, master: Any):
+        self.master = master
+        self.server = master.addons.get("proxyserver")
+        if hasattr(self.server, "handle_tcp_connection"):
+            self.serve = self._serve_8
+            return
+        # From 9 on a server instance has a mode and serves one stream. This one is never started, so it does not
+        # listen. Its flows are those of the mode `transparent`, and every mitmproxy can open files with them.
+        from mitmproxy.proxy import mode_servers
 
-    async def serve(reader: asyncio.StreamReader, writer: Any) -> None:
+        instance: Any = mode_servers.ServerInstance.make("transparent", self.server)
+        # The method had another name before 10.1.
+        self.serve = getattr(instance, "handle_stream", None) or instance.handle_tcp_connection
+
+    async def _serve_8(self, reader: asyncio.StreamReader, writer: Any) -> None:
+        from mitmproxy.addons import proxyserver
+        from mitmproxy.proxy import layers
+
+        module: Any = proxyserver  # later versions have other names in it
         # The same steps as the server's own handle_tcp_connection, which would take the top layer from the option
         # `mode`.
         id = ("tcp", writer.get_extra_info("peername"), writer.get_extra_info("sockname"))
-        handler = ProxyConnectionHandler(master, reader, writer, ctx.options)
+        handler = module.ProxyConnectionHandler(self.master, reader, writer, ctx.options)
         handler.layer = layers.modes.TransparentProxy(handler.layer.context)
-        server._connections[id] = handler
-        await server.handle_connection(id)
+        self.server._connections[id] = handler
+        await self.server.handle_connection(id)
 
-    return serve
-
-
-def newer_front(server) -> Callable[[asyncio.StreamReader, Any], Awaitable[None]]:
-    """The same for mitmproxy 9 to 12. Written from their sources and tested with stubs, not with those versions.
-
-    A server instance has a mode and serves one stream. In a mode derived from TransparentMode it reads the original
-    destination from the socket.
-    """
-    from mitmproxy.proxy import layers, mode_servers, mode_specs
-
-    class SluiceMode(mode_specs.TransparentMode):
-        description = "sockets from sluice"
-
-    class SluiceInstance(mode_servers.ServerInstance[SluiceMode]):
-        is_running = True
-        listen_addrs = ()
-
-        def make_top_layer(self, context):
-            return layers.modes.TransparentProxy(context)
-
-        async def start(self):
-            pass
-
-        async def stop(self):
-            pass
-
-        _start, _stop = start, stop
-
-    instance = SluiceInstance(SluiceMode.parse("sluice"), server)
-    return getattr(instance, "handle_stream", None) or instance.handle_tcp_connection  # the name before 10.1
+    def server_reader(self, client: Any, server: Any) -> asyncio.StreamReader | None:
+        """Returns the stream that mitmproxy reads from a server for a client."""
+        connections = getattr(self.server, "connections", None) or getattr(self.server, "_connections", {})
+        handler = connections.get(client.id)
+        if not handler:  # an older version, such as 8 and 9
+            handler = connections.get(("tcp", client.peername, client.sockname))
+        return handler.transports[server].reader if handler and server in handler.transports else None
 
 
 class Sluice:
-    """The addon."""
+    """The addon. A connection's facts are an attribute of mitmproxy's client object, where its next instance finds
+    them.
+    """
 
     def __init__(self) -> None:
-        self.clients: dict[str, dict] = {}  # facts of the pod, by the ID of the client's connection
-        self.tasks: set[asyncio.Task] = set()
         self.listeners = Listeners(self.serve)
-        self.session: Optional[Session] = None
-        self.talking: Optional[asyncio.Task] = None
-        self.front: Optional[Callable] = None
-        self.serving = 0  # number of connections
+        self.session: Session | None = None
+        self.talking: asyncio.Task[None] | None = None
+        self.front: Front | None = None
+        self.kept = Kept()
         self.room = 0  # number of further connections for which there are descriptors, at least
+        self.flows = 0  # number of flows since they were last counted
 
-    def load(self, loader) -> None:
+    def load(self, loader: Any) -> None:
+        before = {name: value for name, value in ctx.options.items() if name.startswith("sluice_")}
         loader.add_option(
             "sluice_socket", str, "/run/sluice/proxy.sock",
             "Unix socket of sluiced, which hands over the listening sockets of pods. Empty: do not connect to it.",
@@ -398,38 +490,52 @@ class Sluice:
             "addresses are ignored. If the proxy runs in a pod that does not use the host's network, this is the "
             "address from which the node connects to the pod: with many CNI plugins, the pod's gateway.",
         )
+        loader.add_option(
+            "sluice_flows", int, 0,
+            "Number of flows to keep in the list of mitmproxy and mitmweb: the oldest finished flows without a "
+            "mark are removed. Also bounds the messages of each raw TCP connection and WebSocket: of a long one, "
+            "only the first messages and the newest one stay. 0: keep everything.",
+        )
+        # mitmproxy sets an option back to its default if its help or its default has changed with a new sluice.py.
+        ctx.options.update(**{name: option.current() for name, option in before.items() if name in ctx.options})
 
     def running(self) -> None:
         if not ctx.options.sluice_socket or self.session:
             return
-        self.front = front(ctx.master)
+        self.kept = Kept.of(ctx.master)
+        self.front = Front(ctx.master)
+        self.warn()
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.session = Session(
-            ctx.options.sluice_socket, ctx.options.sluice_labels, self.listeners, lambda: len(self.clients),
+            ctx.options.sluice_socket, ctx.options.sluice_labels, self.listeners, lambda: len(self.kept.tasks),
         )
-        self.talking = self.spawn(self.session.run())
+        self.talking = asyncio.get_running_loop().create_task(self.session.run())
+
+    def warn(self) -> None:
+        """Warns of options that do not have the effect on pods that their name suggests."""
+        mode = ctx.options.mode  # a list from 9 on
+        if any(m.startswith("upstream:") for m in ([mode] if isinstance(mode, str) else mode)):
+            log(logging.WARNING, "connections of pods do not go through the proxy of --mode upstream, but directly "
+                "to their destinations")
+        if ctx.options.proxyauth and self.authenticated() is None:
+            log(logging.WARNING, "pods are asked for the credentials of the option proxyauth, and get status 401")
 
     def done(self) -> None:
         if self.talking:
             self.talking.cancel()  # established connections continue
         self.listeners.close()
 
-    def spawn(self, coroutine) -> asyncio.Task:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self.tasks.add(task)  # asyncio keeps weak references only: the garbage collector could end the task
-        task.add_done_callback(self.tasks.discard)
-        return task
-
     # From a listening socket to mitmproxy.
 
     def serve(self, conn: socket.socket, listener: Listener) -> None:
-        self.serving += 1
+        task = asyncio.get_running_loop().create_task(self._serve(conn, listener))
+        self.kept.tasks.add(task)
+        task.add_done_callback(self.kept.tasks.discard)
         self.room -= 1
         if not self.has_room():
             self.listeners.pause()
             self.wait_for_room()
-        self.spawn(self._serve(conn, listener))
 
     def has_room(self) -> bool:
         """Reports whether there are descriptors for one more connection.
@@ -446,7 +552,7 @@ class Sluice:
     def count_room(self) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         # A connection that is served needs one more descriptor as long as it has no server.
-        free = limit - len(os.listdir("/proc/self/fd")) - self.serving - RESERVE
+        free = limit - len(os.listdir("/proc/self/fd")) - len(self.kept.tasks) - RESERVE
         self.room = free // 3  # counted again after so many connections
 
     def wait_for_room(self) -> None:
@@ -456,30 +562,36 @@ class Sluice:
             asyncio.get_running_loop().call_later(0.1, self.wait_for_room)
 
     async def _serve(self, conn: socket.socket, listener: Listener) -> None:
-        writer = None
+        assert self.session and self.front
+        writer: Writer | None = None
         try:
             if self._refuse(conn, listener):
                 return
             conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            reader, writer = await asyncio.open_connection(sock=conn)
-            current.set(listener.facts(self.session.node))
-            peer = writer.get_extra_info("peername")
-            known = peer if listener.direction == "inbound" else pod_address(peer, listener.pod["ips"])
-            await self.front(reader, writer if known == peer else Writer.of(writer, known))
+            facts = listener.facts(self.session.node)
+            host, port, *scope = conn.getpeername()
+            if listener.direction != "inbound":
+                host = pod_address(host, listener.pod["ips"])
+            reader, writer = await Writer.open(conn, (host, Port(port, facts["sluice.pod"]), *scope))
+            self.kept.current.set((facts, writer))
+            await self.front.serve(reader, writer)
         except Exception as e:
             log(logging.ERROR, "%s: connection ended: %r", listener.pod["name"], e)
         finally:
             (writer or conn).close()  # mitmproxy leaves it to the garbage collector if the client ends first
-            self.serving -= 1
 
     def _refuse(self, conn: socket.socket, listener: Listener) -> bool:
         """Reports whether conn must not be served. If so, the caller closes it, and it ends in the right way."""
         mine = False
         try:
-            destination = platform.original_addr(conn)
-            mine = listener.direction == "inbound" and own(conn.getpeername(), destination)
+            peer = conn.getpeername()
+            destination = platform.original_addr(conn)  # type: ignore[misc]
+            mine = listener.direction == "inbound" and own(peer, destination)
             reason = "the proxy itself opened it" if mine else forbidden(destination, conn.getsockname())
         except OSError as e:
+            if gone(conn):
+                log(logging.DEBUG, "%s: the client has gone before it was served", listener.pod["name"])
+                return True
             reason = str(e)
         if not reason:
             return False
@@ -487,43 +599,108 @@ class Sluice:
         # The proxy's own connection ends without a reset: mitmproxy 8 loops without end if a connection that it has
         # opened is reset before it has asked for the peer's address.
         if not mine:
-            conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
+            reset_at_close(conn)
         return True
 
-    def client_connected(self, client) -> None:
-        facts = current.get()
-        if facts:
-            self.clients[client.id] = facts
+    # Hooks of connections.
 
-    def client_disconnected(self, client) -> None:
-        self.clients.pop(client.id, None)
+    def client_connected(self, client: Any) -> None:
+        accepted = self.kept.current.get()
+        if not accepted:
+            return
+        client.sluice_facts, client.sluice_writer = accepted
+        authenticated = self.authenticated()
+        if ctx.options.proxyauth and authenticated is not None:
+            # An app does not know that there is a proxy, and could not answer.
+            authenticated[client] = (client.sluice_facts["sluice.pod"], "")
+
+    def client_disconnected(self, client: Any) -> None:
+        vars(client).pop("sluice_writer", None)  # flows keep the client, for as long as they are listed
+
+    def authenticated(self) -> Any:
+        """Returns the clients that mitmproxy does not ask for credentials any more."""
+        return getattr(ctx.master.addons.get("proxyauth"), "authenticated", None)
+
+    def server_connect(self, data: Any) -> None:
+        writer = getattr(data.client, "sluice_writer", None)
+        if writer:
+            writer.connecting(data.server)
+
+    def server_connected(self, data: Any) -> None:
+        writer = getattr(data.client, "sluice_writer", None)
+        if writer and self.front:
+            writer.server_reader = self.front.server_reader(data.client, data.server)
 
     # From a connection to its flows.
 
-    def mark(self, flow) -> None:
-        facts = self.clients.get(flow.client_conn.id)
+    def mark(self, flow: Any) -> None:
+        facts = getattr(flow.client_conn, "sluice_facts", None)
         if facts:
             flow.metadata.update(facts)
             flow.comment = facts["sluice.pod"] + (f" on {facts['sluice.node']}" if facts["sluice.node"] else "")
             if facts["sluice.direction"] == "inbound":
                 flow.comment += ", inbound"
 
-    def requestheaders(self, flow) -> None:
+    def started(self, flow: Any) -> None:
         self.mark(flow)
+        self.flows += 1
+        if 0 < ctx.options.sluice_flows <= self.flows * 10:
+            self.flows = 0
+            self.forget_flows(ctx.options.sluice_flows)
 
-    def tcp_start(self, flow) -> None:
-        self.mark(flow)
+    def forget_flows(self, keep: int) -> None:
+        """Removes the oldest finished flows from the list of mitmproxy and mitmweb. mitmdump has none."""
+        view: Any = ctx.master.addons.get("view")
+        excess = view.store_count() - keep if view else 0
+        if excess <= 0:
+            return
+        for flow in view.resolve("@all"):
+            if not (flow.live or flow.marked):
+                view.remove([flow])  # one by one: it reports each removal of several flows in the log
+                excess -= 1
+                if excess == 0:
+                    return
 
-    def http_connect(self, flow) -> None:
+    def forget_messages(self, flow: Any, messages: list[Any]) -> None:
+        """Keeps the head of a conversation and its newest message, which has not been passed on yet."""
+        if not ctx.options.sluice_flows:
+            return
+        dropped = flow.metadata.get("sluice.dropped", 0)
+        full = dropped or len(messages) % 16 == 0 and (
+            len(messages) > HEAD_MESSAGES or sum(len(m.content) for m in messages) > HEAD_BYTES
+        )
+        if full:
+            flow.metadata["sluice.dropped"] = dropped + len(messages[-2].content)
+            del messages[-2]
+
+    def requestheaders(self, flow: Any) -> None:
+        self.started(flow)
+
+    def tcp_start(self, flow: Any) -> None:
+        self.started(flow)
+
+    def dns_request(self, flow: Any) -> None:
+        self.started(flow)
+
+    def tcp_message(self, flow: Any) -> None:
+        self.forget_messages(flow, flow.messages)
+
+    def websocket_message(self, flow: Any) -> None:
+        self.forget_messages(flow, flow.websocket.messages)
+
+    def http_connect(self, flow: Any) -> None:
         """Reads the pod's name from the headers of a CONNECT request of a sluiced that relays, and removes them."""
         names = ("Pod-Namespace", "Pod-Name", "Pod-UID", "Source", "Direction")
         headers = {name: flow.request.headers.pop(f"Sluice-{name}", "") for name in names}
-        if headers["Pod-Name"] and self.trusted(flow.client_conn.peername[0]):
+        client = flow.client_conn
+        if headers["Pod-Name"] and self.trusted(client.peername[0]):
             pod = {"namespace": headers["Pod-Namespace"], "name": headers["Pod-Name"], "uid": headers["Pod-UID"]}
-            facts = Listener(None, pod, headers["Direction"] or "outbound").facts("")
+            facts = facts_of(pod, headers["Direction"] or "outbound", "")
             if headers["Source"]:
                 facts["sluice.source"] = headers["Source"]
-            self.clients[flow.client_conn.id] = facts
+            client.sluice_facts = facts
+            host, port, *scope = client.peername
+            client.peername = (host, Port(port, facts["sluice.pod"]), *scope)
         self.mark(flow)
 
     def trusted(self, address: str) -> bool:
@@ -534,3 +711,6 @@ class Sluice:
 
 
 addons = [Sluice()]
+
+if __name__ == "__main__":
+    print(__file__)  # for mitmdump -s "$(python -m sluice_mitmproxy)"

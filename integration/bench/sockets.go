@@ -5,11 +5,8 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -20,6 +17,9 @@ import (
 
 // addon makes mitmproxy accept on the sockets that sluiced hands over. The benchmark runs in the repository's root.
 const addon = "deploy/mitmproxy/sluice.py"
+
+// mitmproxies are the versions of mitmproxy that are measured: Debian 12's, and the one of the example.
+var mitmproxies = []string{"8.1.1", "12.3.1"}
 
 // newSocketsNode creates a node where the proxies accept connections in the netns of pods.
 func newSocketsNode(b *bench) *testbed.Node {
@@ -55,22 +55,38 @@ func benchSockets(b *bench) {
 	if b.short {
 		load = relayLoad{rounds: 3, bytes: 64 << 20, echoes: 20}
 	}
-	n := newSocketsNode(b)
-	p := launchAddon(n)
-	n.WaitListening(p, testbed.ProxyAddress)
-	sides := b.newSides(n, false)
-	got := b.latency(sides, load)
-	b.add(b.compare("sockets", "sockets, mitmdump: connect and echo, p50, relative to explicit", got, explicit, "µs").
-		atMost(1))
-	for _, w := range ways {
-		got := b.throughput(sides, load, w)
-		b.add(b.compare("sockets", "sockets, mitmdump: "+w.name+", relative to explicit", got, explicit, "Gbit/s").
-			atLeast(1))
+	for _, version := range mitmproxies {
+		b.tb.within(func() { mitmdumpSockets(b, version, load) })
+		b.tb.within(func() { sharedSockets(b, version) })
 	}
 	fastSockets(b)
 	waitingSockets(b)
-	sharedSockets(b)
 	attachSockets(b)
+}
+
+func mitmdumpSockets(b *bench, version string, load relayLoad) {
+	n := newSocketsNode(b)
+	n.MitmproxyVersion = version
+	p := launchAddon(n)
+	n.WaitListening(p, testbed.ProxyAddress)
+	sides := b.newSides(n, false)
+	name := func(measurement string) string {
+		return fmt.Sprintf("sockets, mitmdump %s: %s, relative to explicit", version, measurement)
+	}
+	got := b.latency(sides, load)
+	b.add(b.compare("sockets", name("connect and echo, p50"), got, explicit, "µs").atMost(1))
+	for _, w := range ways {
+		got := b.throughput(sides, load, w)
+		b.add(b.compare("sockets", name(w.name), got, explicit, "Gbit/s").atLeast(1))
+	}
+	p.Kill() // the requests are parsed: another mitmdump, which does not ignore the hosts
+	p = testbed.LaunchMitmdump(n, "--listen-host", "0.0.0.0", "--quiet", "--set", "sluice_socket="+n.ProxySocket(),
+		"-s", addon)
+	n.WaitListening(p, testbed.ProxyAddress)
+	got = b.takeTurns(sides, load.rounds, "requests", func(s side) (float64, error) {
+		return rate(b, s.proxy, time.Second, s.from), nil
+	})
+	b.add(b.compare("sockets", name("HTTP requests"), got, explicit, "/s"))
 }
 
 // fastSockets does the same comparison with connectproxy.
@@ -132,78 +148,57 @@ func waitingSockets(b *bench) {
 	c.close()
 }
 
-// sharedSockets compares two processes of mitmdump that share the sockets with one process. They parse every request.
-func sharedSockets(b *bench) {
+// sharedSockets compares two processes of mitmdump that share the sockets of a pod with one process, and with two that
+// share nothing: each on a node of its own. They parse every request.
+func sharedSockets(b *bench, version string) {
 	period, rounds := 2*time.Second, 7
 	if b.short {
 		period, rounds = time.Second, 3
 	}
-	n := newSocketsNode(b)
-	d := n.StartDaemon()
-	pod := n.AddPod("captured")
-	launch := func(port string) *testbed.Program {
+	launch := func(n *testbed.Node, port string) *testbed.Program {
 		return testbed.LaunchMitmdump(n, "--listen-port", port, "--quiet",
 			"--set", "sluice_socket="+n.ProxySocket(), "-s", addon)
 	}
-	launch("18080")
-	taken(b, d, 1, 1)
-	rate(b, pod, period) // warm-up
-	var rates [2][]float64
-	for range rounds {
-		rates[0] = append(rates[0], rate(b, pod, period))
-		two := launch("18081")
-		taken(b, d, 2, 1)
-		rate(b, pod, period)
-		rates[1] = append(rates[1], rate(b, pod, period))
-		two.Kill()
-		taken(b, d, 1, 1)
+	var nodes []*testbed.Node
+	var daemons []*testbed.Daemon
+	var pods []*testbed.Host
+	for range 2 {
+		n := newSocketsNode(b)
+		n.MitmproxyVersion = version
+		nodes, daemons = append(nodes, n), append(daemons, n.StartDaemon())
+		pods = append(pods, n.AddPod("captured").Host)
+		launch(n, "18080")
+		taken(b, daemons[len(daemons)-1], 1, 1)
 	}
-	var ideal []float64
+	none := netip.AddrPort{}
+	rate(b, none, period, pods...) // warm-up
+	var one, shared, apart []float64
 	for range rounds {
-		ideal = append(ideal, busy(b, 2)/busy(b, 1))
+		one = append(one, rate(b, none, period, pods[0]))
+		apart = append(apart, rate(b, none, period, pods...))
+		second := launch(nodes[0], "18081")
+		taken(b, daemons[0], 2, 1)
+		rate(b, none, period, pods[0])
+		shared = append(shared, rate(b, none, period, pods[0]))
+		second.Kill()
+		taken(b, daemons[0], 1, 1)
 	}
-	b.add(ratio("sockets", "sockets: requests of two mitmdump processes, relative to one", rates[1], rates[0]).
-		atLeast(1.6).
-		beside("two", median(rates[1]), "/s").beside("one", median(rates[0]), "/s").
-		beside("two independent programs, relative to one", median(ideal), ""))
+	name := fmt.Sprintf("sockets, mitmdump %s: requests of two processes that share, relative to two that do not", version)
+	b.add(ratio("sockets", name, shared, apart).atLeast(0.95).
+		beside("sharing", median(shared), "/s").beside("apart", median(apart), "/s").beside("one", median(one), "/s"))
 }
 
-// busy runs independent programs that compute for one second, and returns the sum of their work. It shows the speed-up
-// that the machine allows: two CPUs may be two threads of one core.
-func busy(b *bench, programs int) float64 {
-	const program = `
-import time
-end, n = time.monotonic() + 1, 0
-while time.monotonic() < end:
-    d = {str(i): [i] * 3 for i in range(2000)}
-    n += 1
-print(n)`
-	var done atomic.Int64
-	var wg sync.WaitGroup
-	for range programs {
-		wg.Go(func() {
-			out, err := exec.Command("/usr/bin/python3", "-c", program).Output()
-			b.tb.must(err, "running a Python program")
-			n, err := strconv.ParseInt(strings.TrimSpace(string(out)), 10, 64)
-			b.tb.must(err, "reading the output of a Python program")
-			done.Add(n)
-		})
-	}
-	wg.Wait()
-	return float64(done.Load())
-}
-
-// rate measures for a duration the number of HTTP requests per second. 16 clients send requests at a time, each on a
-// new connection.
-func rate(b *bench, pod *testbed.Pod, d time.Duration) float64 {
+// rate measures for a duration the number of HTTP requests per second. 16 clients in the netns of pods send requests at
+// a time, each on a new connection, through a proxy if it is valid.
+func rate(b *bench, proxy netip.AddrPort, d time.Duration, pods ...*testbed.Host) float64 {
 	var count atomic.Int64
 	var wg sync.WaitGroup
 	end := time.Now().Add(d)
-	for range 16 {
+	for i := range 16 {
 		wg.Go(func() {
-			err := pod.Do(func() error {
+			err := pods[i%len(pods)].Do(func() error {
 				for time.Now().Before(end) {
-					c, err := dial(netip.AddrPort{}, web)
+					c, err := dial(proxy, web)
 					if err != nil {
 						return err
 					}

@@ -20,7 +20,7 @@ const (
 
 // benchWall compares a captured pod with itself while it has no wall: two pods differ by more than the wall costs.
 func benchWall(b *bench) {
-	load := relayLoad{rounds: 250, bytes: 128 << 20, echoes: 60}
+	load := relayLoad{rounds: 200, bytes: 128 << 20, echoes: 50}
 	if b.short {
 		load = relayLoad{rounds: 10, bytes: 64 << 20, echoes: 50}
 	}

@@ -251,8 +251,11 @@ func closed(name string, h *testbed.Host, address string) probe {
 		if err == nil {
 			_ = c.Close() // nothing is asked of it
 		}
+		if err == nil {
+			return fmt.Errorf("%s answers", address)
+		}
 		if timeout := net.Error(nil); !errors.As(err, &timeout) || !timeout.Timeout() {
-			return fmt.Errorf("%s answers: %v", address, err)
+			return fmt.Errorf("%s answers: %w", address, err)
 		}
 		return nil
 	}}

@@ -26,8 +26,8 @@ func OpenCounters() (*Counters, error) {
 // Close closes the connection to the kernel.
 func (c *Counters) Close() error { return c.conn.CloseLasting() }
 
-// Stopped returns the number of packets that were stopped since the wall was installed. A count may also begin anew when
-// a part of the rules is restored. A pod that has the capability to change its rules may add counters of its own.
+// Stopped returns the number of packets that were stopped since the wall was installed. A count may also begin anew
+// when a part of the rules is restored. A pod that has the capability to change its rules may add counters of its own.
 func (c *Counters) Stopped() (map[Cause]uint64, error) {
 	counts := map[Cause]uint64{}
 	for _, name := range []string{"wall", "refuse"} {

@@ -17,7 +17,8 @@ import (
 // expression.
 func dumpTable(w io.Writer, t table) {
 	nt := nftTable(t)
-	fmt.Fprintf(w, "table %s %s\n", map[Family]string{IPv4: "ip", IPv6: "ip6", inet: "inet", link: "netdev"}[t.family], nt.Name)
+	families := map[Family]string{IPv4: "ip", IPv6: "ip6", inet: "inet", link: "netdev"}
+	fmt.Fprintf(w, "table %s %s\n", families[t.family], nt.Name)
 	for _, cause := range causesOf(t.chains) {
 		fmt.Fprintf(w, "  counter %s\n", cause)
 	}
@@ -49,7 +50,8 @@ func describe(e expr.Any) string {
 		keys := map[expr.MetaKey]string{
 			expr.MetaKeyIIF: "iif", expr.MetaKeyOIF: "oif",
 			expr.MetaKeyIIFNAME: "iifname", expr.MetaKeyOIFNAME: "oifname",
-			expr.MetaKeyNFPROTO: "nfproto", expr.MetaKeyL4PROTO: "l4proto", expr.MetaKeyMARK: "mark", expr.MetaKeyRTCLASSID: "rtclassid",
+			expr.MetaKeyNFPROTO: "nfproto",
+			expr.MetaKeyL4PROTO: "l4proto", expr.MetaKeyMARK: "mark", expr.MetaKeyRTCLASSID: "rtclassid",
 			metaKeyIIFKIND: "iifkind", metaKeyOIFKIND: "oifkind",
 		}
 		return transfer("meta", keys[e.Key], e.SourceRegister, e.Register)

@@ -280,8 +280,8 @@ func checkFlags(conn *nftables.Conn, tables []table) (drift []string, err error)
 	return drift, nil
 }
 
-// checkCounters reports counters of t that are not sluice's: a pod could make reading them slow. The rules refer to those
-// that are, so the kernel keeps them.
+// checkCounters reports counters of t that are not sluice's: a pod could make reading them slow. The rules refer to
+// those that are, so the kernel keeps them.
 func checkCounters(conn *nftables.Conn, t table) (drift []string, err error) {
 	want := len(causesOf(t.chains))
 	if want == 0 {
@@ -642,8 +642,9 @@ func nftTarget(f Family, t target) []expr.Any {
 		return []expr.Any{nftCount(t.cause), &expr.Verdict{Kind: expr.VerdictDrop}}
 	case verbReject:
 		if f == inet {
-			portUnreachable := &expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}
-			return []expr.Any{nftCount(t.cause), portUnreachable}
+			return []expr.Any{nftCount(t.cause), &expr.Reject{
+				Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH,
+			}}
 		}
 		code := map[Family]uint8{IPv4: 3, IPv6: 4}[f] // port unreachable: RFC 792, RFC 4443
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}

@@ -15,8 +15,8 @@ const (
 	IPv6 Family = 6
 )
 
-// Only nftables has tables of these families: inet sees packets of IPv4 and IPv6, and link sees frames on their way to a
-// network interface.
+// Only nftables has tables of these families: inet sees packets of IPv4 and IPv6, and link sees frames on their way to
+// a network interface.
 const (
 	inet Family = 10
 	link Family = 2
@@ -154,14 +154,15 @@ var (
 
 // isOfWall reports whether only nftables renders m.
 func (m match) isOfWall() bool {
-	return m.family != 0 || m.passed || m.answers || m.detour || m.fragment || m.routed || m.forwarded || m.fromBridge || m.toBridge ||
-		m.toKnown || m.frame != nil || m.sport != 0 || m.notSYN
+	return m.family != 0 || m.passed || m.answers || m.detour || m.fragment || m.routed || m.forwarded ||
+		m.fromBridge || m.toBridge || m.toKnown || m.frame != nil || m.sport != 0 || m.notSYN
 }
 
 // isOfWall reports whether only nftables renders t.
 func (t target) isOfWall() bool {
 	return slices.Contains([]verb{
-		verbGoto, verbStop, verbLetOut, verbAnswer, verbPass, verbUnpass, verbInside, verbOutside, verbKnowFrom, verbKnowTo,
+		verbGoto, verbStop, verbLetOut, verbAnswer, verbPass, verbUnpass, verbInside, verbOutside, verbKnowFrom,
+		verbKnowTo,
 	}, t.verb)
 }
 

@@ -10,9 +10,9 @@ import (
 
 // The wall is in nftables, whichever backend has the other rules. It consists of three tables.
 //
-// The table wall of the family inet sees each packet that the netns' stack sends or forwards, after every other rule. A TCP
-// segment that goes out through a CNI interface passes if its destination is excluded, or by a mark of its conntrack
-// entry: letOut, which a connection to an excluded destination gets and one that sluiced lets go direct, or
+// The table wall of the family inet sees each packet that the netns' stack sends or forwards, after every other rule.
+// A TCP segment that goes out through a CNI interface passes if its destination is excluded, or by a mark of its
+// conntrack entry: letOut, which a connection to an excluded destination gets and one that sluiced lets go direct, or
 // fromOutside. In which state conntrack thinks the connection to be does not matter: without a mark the segment stays
 // in the pod. Each packet that passes is marked.
 //
@@ -110,7 +110,8 @@ func (r Ruleset) leavingPod() chain {
 	return c
 }
 
-// leaving lets packets pass that may leave, whatever mark they have, the most frequent ones first, and stops the others.
+// leaving lets packets pass that may leave, whatever mark they have, and stops the others. The most frequent ones come
+// first.
 func (r Ruleset) leaving() chain {
 	const detour = "a source route: it may end at a captured destination"
 	c := chain{name: chainLeaving, rules: []rule{

@@ -8,8 +8,12 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/e2e-framework/klient/decoder"
+	"sigs.k8s.io/e2e-framework/klient/k8s"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
+	"sigs.k8s.io/yaml"
 )
 
 // examples maps the examples in deploy/examples to the container that uses the proxy. Each example requests a path of
@@ -50,9 +54,31 @@ func applyExamples(ctx context.Context, t *testing.T, c *envconf.Config) {
 	}
 }
 
+// makeExplicit makes the example proxy listen on the node too, by the patch for that.
+func makeExplicit(ctx context.Context, t *testing.T, c *envconf.Config) {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(deployed, "mitmproxy", "explicit.yaml"))
+	must(t, err)
+	patch, err := yaml.YAMLToJSON([]byte(images.Replace(string(text))))
+	must(t, err)
+	strategic := k8s.Patch{PatchType: types.StrategicMergePatchType, Data: patch}
+	must(t, client(c).Patch(ctx, daemonSet(proxies, "mitmproxy"), strategic))
+	waitForRollout(ctx, t, c, proxies, "mitmproxy")
+}
+
+// makeImplicit undoes makeExplicit.
+func makeImplicit(ctx context.Context, t *testing.T, c *envconf.Config) {
+	t.Helper()
+	must(t, client(c).Delete(ctx, daemonSet(proxies, "mitmproxy")))
+	must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
+	waitForRollout(ctx, t, c, proxies, "mitmproxy")
+}
+
 // checkExamples checks, with the proxy running, that the waiting examples send their requests through it, and that all
 // examples receive their responses.
 func checkExamples(ctx context.Context, t *testing.T, c *envconf.Config) {
+	makeExplicit(ctx, t, c)
+	defer makeImplicit(ctx, t, c)
 	proxy, err := only(ctx, c, proxies, "app=mitmproxy")
 	must(t, err)
 	for name, container := range examples {
@@ -63,6 +89,9 @@ func checkExamples(ctx context.Context, t *testing.T, c *envconf.Config) {
 		}
 		waitFor(ctx, t, name+" has its response", func() (bool, error) {
 			text, err := containerLogs(ctx, c, namespace, name, container)
+			if apierrors.IsBadRequest(err) { // kubelet has not reported yet that the container runs
+				return false, nil
+			}
 			return strings.Contains(text, "hello"), err
 		})
 		must(t, remove(ctx, c, example(ctx, t, c, name), decoder.MutateNamespace(namespace)))

@@ -41,7 +41,8 @@ func flows(ctx context.Context, t *testing.T, c *envconf.Config, filter string) 
 	t.Helper()
 	proxy, err := only(ctx, c, proxies, "app=mitmproxy")
 	must(t, err)
-	out, err := inPod(ctx, c, proxies, proxy, "mitmdump", "--no-server", "--rfile", flowFile, filter)
+	out, err := inPod(ctx, c, proxies, proxy, "mitmdump", "--set=confdir=/var/lib/mitmproxy", "--no-server",
+		"--rfile", flowFile, filter)
 	must(t, err)
 	return out
 }

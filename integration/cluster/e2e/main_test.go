@@ -47,7 +47,7 @@ const addonArgument = "- --scripts=/etc/sluice/sluice.py"
 // flows.
 var images = strings.NewReplacer(
 	"image: sluice:0.1.0", "image: sluice:e2e",
-	"image: mitmproxy/mitmproxy:8.1.1", "image: mitmproxy:e2e",
+	"image: mitmproxy/mitmproxy:12.3.1", "image: mitmproxy:e2e",
 	"image: busybox:1.36", "image: tools:e2e",
 	addonArgument, addonArgument+"\n            - --save-stream-file="+flowFile,
 )

@@ -25,9 +25,23 @@ func render(ctx context.Context, t *testing.T, values ...string) string {
 	return images.Replace(string(out))
 }
 
+// proxyService leads to the example proxy's pod on the same node.
+const proxyService = `
+apiVersion: v1
+kind: Service
+metadata: {name: mitmproxy, namespace: mitmproxy}
+spec:
+  selector: {app: mitmproxy}
+  internalTrafficPolicy: Local
+  ports: [{name: proxy, port: 8080, targetPort: proxy}]
+`
+
 // upstreamKinds configures each way in which sluice can find the proxy. The last one is the default, which was in use
 // before.
 func upstreamKinds(ctx context.Context, t *testing.T, c *envconf.Config) {
+	makeExplicit(ctx, t, c)
+	defer makeImplicit(ctx, t, c)
+	must(t, apply(ctx, c, proxyService))
 	const up = "config.upstream."
 	for _, kind := range []struct {
 		address string // part of the address in the daemon's status

@@ -1,0 +1,600 @@
+"""Unit tests of the addon. integration/mitmproxy and integration/sockets test it with sluiced and real pods."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import errno
+import gc
+import json
+import os
+import resource
+import socket
+import struct
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mitmproxy import options, platform
+from mitmproxy.addons.proxyauth import ProxyAuth
+from mitmproxy.addons.proxyserver import Proxyserver
+from mitmproxy.addons.view import View
+from mitmproxy.test import taddons, tflow
+
+import sluice
+
+POD = {"namespace": "ci", "name": "runner", "uid": "u1", "ips": ["10.0.0.5", "fd00::5"]}
+
+
+@contextlib.contextmanager
+def mitmproxy(*addons: Any) -> Iterator[tuple[sluice.Sluice, Any]]:
+    """Loads the addon, beside others of mitmproxy."""
+    addon = sluice.Sluice()
+    with taddons.context(*addons, addon, options=options.Options()) as context:
+        yield addon, context
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+async def until(condition: Any) -> None:
+    """Waits for a condition. run() bounds the wait."""
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def seqpacket() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
+        end.setblocking(False)
+    return pair
+
+
+def listening() -> socket.socket:
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    sock.listen(8)
+    return sock
+
+
+def connect(sock: socket.socket) -> socket.socket:
+    return socket.create_connection(sock.getsockname()[:2], timeout=10)
+
+
+# Messages.
+
+
+def test_messages_carry_sockets() -> None:
+    async def talk() -> None:
+        ours, theirs = seqpacket()
+        with ours, theirs, listening() as sock:
+            await sluice.send(theirs, {"kind": "attach"}, [sock.fileno()])
+            message, (received,) = await sluice.receive(ours)
+            with received:
+                assert message == {"kind": "attach"}
+                assert received.getsockname() == sock.getsockname()
+            theirs.close()
+            with pytest.raises(EOFError):
+                await sluice.receive(ours)
+
+    run(talk())
+
+
+def test_message_waits_for_room_in_the_socket() -> None:
+    async def talk() -> None:
+        ours, theirs = seqpacket()
+        with ours, theirs:
+            sent = 0
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    ours.send(b"{}")
+                    sent += 1
+            last = asyncio.ensure_future(sluice.send(ours, {"kind": "last"}))
+            for _ in range(sent):
+                assert (await sluice.receive(theirs))[0] == {}
+            await last
+            assert (await sluice.receive(theirs))[0] == {"kind": "last"}
+
+    run(talk())
+
+
+def test_sockets_of_a_lost_message_are_closed() -> None:
+    async def talk() -> None:
+        ours, theirs = seqpacket()
+        with ours, theirs, listening() as sock:
+            before = len(os.listdir("/proc/self/fd"))
+            await sluice.send(theirs, {"kind": "attach"}, [sock.fileno()])
+            await sluice.receive(ours)  # as in a task that has been cancelled meanwhile
+            gc.collect()
+            assert len(os.listdir("/proc/self/fd")) == before
+
+    run(talk())
+
+
+# Listeners.
+
+
+def listener(sock: socket.socket) -> sluice.Listener:
+    return sluice.Listener(sock, POD, "outbound")
+
+
+def test_listeners_accept_pause_and_resume() -> None:
+    async def accept() -> None:
+        served: list[socket.socket] = []
+        listeners = sluice.Listeners(lambda conn, _: served.append(conn))
+        sock = listening()
+        listeners.attach("a", [listener(sock)])
+        clients = [connect(sock)]
+        await until(lambda: len(served) == 1)
+        listeners.pause()
+        clients.append(connect(sock))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(served) == 1
+        listeners.resume()
+        await until(lambda: len(served) == 2)
+        listeners.close()
+        assert sock.fileno() == -1 and not listeners.held
+        for s in clients + served:
+            s.close()
+
+    run(accept())
+
+
+def test_attach_replaces_the_sockets_of_the_same_id() -> None:
+    async def attach() -> None:
+        listeners = sluice.Listeners(lambda conn, _: conn.close())
+        old, new = listening(), listening()
+        listeners.attach("a", [listener(old)])
+        listeners.attach("a", [listener(new)])
+        assert old.fileno() == -1 and new.fileno() >= 0
+        listeners.detach("a")
+        listeners.detach("a")
+        assert new.fileno() == -1
+
+    run(attach())
+
+
+def test_a_listener_without_descriptors_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Exhausted:
+        def __init__(self) -> None:
+            self.tried = 0
+
+        def accept(self) -> None:
+            self.tried += 1
+            raise OSError(errno.EMFILE, "too many open files")
+
+    async def accept() -> None:
+        listeners = sluice.Listeners(lambda conn, _: conn.close())
+        watched: list[Any] = []
+        later: list[tuple[Any, ...]] = []
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "remove_reader", watched.append)
+        monkeypatch.setattr(loop, "call_later", lambda *call: later.append(call))
+        exhausted: Any = Exhausted()
+        held = listener(exhausted)
+        listeners._accept(held)
+        assert watched == [exhausted]
+        assert later == [(1, listeners._watch, held)]
+
+    run(accept())
+
+
+# The connection to sluiced.
+
+
+class Sluiced:
+    """A sluiced that takes one proxy after the other, and offers each the same socket."""
+
+    def __init__(self, path: Path, sock: socket.socket):
+        self.sock = sock
+        self.hellos: list[dict[str, Any]] = []
+        self.states: list[int] = []
+        self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.server.setblocking(False)
+        self.server.bind(str(path))
+        self.server.listen(8)
+
+    async def hello(self, conn: socket.socket) -> dict[str, Any]:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                data, (network,), _, _ = socket.recv_fds(conn, sluice.MAX_MESSAGE, 16)
+                with open(network, "rb"):
+                    assert os.fstat(network).st_ino == os.stat("/proc/self/ns/net").st_ino
+                hello: dict[str, Any] = json.loads(data)
+                return hello
+            await asyncio.sleep(0.01)
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            conn, _ = await loop.sock_accept(self.server)
+            with conn, contextlib.suppress(EOFError, OSError):
+                self.hellos.append(await self.hello(conn))
+                await sluice.send(conn, {"kind": "hello", "version": 1, "node": "n1"})
+                described = {"kind": "attach", "id": "a", "pod": POD, "listeners": [{"direction": "outbound"}]}
+                await sluice.send(conn, described, [self.sock.fileno()])
+                await sluice.send(conn, {"kind": "something new"})
+                while True:
+                    await sluice.send(conn, {"kind": "ping"})
+                    state, _ = await sluice.receive(conn)
+                    self.states.append(state["connections"])
+                    await asyncio.sleep(0.01)
+
+
+def test_a_second_instance_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reload() -> None:
+        served: list[tuple[sluice.Facts, asyncio.StreamReader, Any]] = []
+
+        async def serve(self: sluice.Front, reader: asyncio.StreamReader, writer: Any) -> None:
+            facts = sluice.Kept.of(self.master).current.get()
+            assert facts
+            served.append((facts[0], reader, writer))
+            while data := await reader.read(100):
+                writer.write(data)
+
+        async def echo(client: socket.socket) -> bytes:
+            client.send(b"hello")
+            client.setblocking(False)
+            return await asyncio.get_running_loop().sock_recv(client, 100)
+
+        monkeypatch.setattr(sluice.Front, "serve", serve, raising=False)
+        monkeypatch.setattr(sluice.Front, "__init__", lambda self, master: setattr(self, "master", master))
+        monkeypatch.setattr(platform, "original_addr", lambda conn: ("192.0.2.1", 80))
+        sock = listening()
+        sluiced = Sluiced(tmp_path / "proxy.sock", sock)
+        serving = asyncio.ensure_future(sluiced.serve())
+        with mitmproxy(Proxyserver(), ProxyAuth()) as (first, context):
+            context.configure(first, sluice_socket=str(tmp_path / "proxy.sock"))
+            first.running()
+            await until(lambda: first.listeners.held)
+            kept = connect(sock)
+            assert await echo(kept) == b"hello"
+
+            context.master.addons.remove(first)
+            waits = connect(sock)
+            second = sluice.Sluice()
+            context.master.addons.add(second)
+            second.running()
+            await until(lambda: second.listeners.held)
+            assert not first.listeners.held
+            assert await echo(kept) == b"hello"
+            assert await echo(waits) == b"hello"
+            assert [facts["sluice.pod"] for facts, _, _ in served] == ["ci/runner"] * 2
+            assert [facts["sluice.node"] for facts, _, _ in served] == ["n1"] * 2
+            await until(lambda: sluiced.states[-1] == 2)
+            assert [hello["held"] for hello in sluiced.hellos] == [0, 0]
+            for client in (kept, waits):
+                client.close()
+            await until(lambda: sluiced.states[-1] == 0)
+            second.done()
+        serving.cancel()
+        sluiced.server.close()
+        sock.close()
+
+    run(reload())
+
+
+def test_options_keep_their_values_when_their_description_changes() -> None:
+    with mitmproxy() as (addon, context):
+        context.configure(addon, sluice_socket="/elsewhere", sluice_flows=7)
+        context.master.options._options["sluice_socket"].help = "as an earlier version described it"
+        context.master.addons.remove(addon)
+        context.master.addons.add(sluice.Sluice())
+        assert context.options.sluice_socket == "/elsewhere"
+        assert context.options.sluice_flows == 7
+        assert context.options.sluice_labels == []
+
+
+# Facts.
+
+
+def test_facts() -> None:
+    facts = sluice.Listener(socket.socket(), {**POD, "labels": {"app": "x"}}, "inbound").facts("n1")
+    assert facts == {
+        "sluice.pod": "ci/runner", "sluice.namespace": "ci", "sluice.name": "runner", "sluice.uid": "u1",
+        "sluice.node": "n1", "sluice.direction": "inbound", "sluice.labels": {"app": "x"},
+    }
+    assert "sluice.labels" not in sluice.facts_of(POD, "outbound", "")
+
+
+@pytest.mark.parametrize(
+    ("direction", "node", "comment"),
+    [
+        ("outbound", "n1", "ci/runner on n1"),
+        ("inbound", "n1", "ci/runner on n1, inbound"),
+        ("outbound", "", "ci/runner"),
+    ],
+)
+def test_flows_show_their_pod(direction: str, node: str, comment: str) -> None:
+    with mitmproxy(ProxyAuth()) as (addon, _):
+        writer: Any = object()
+        addon.kept.current.set((sluice.facts_of(POD, direction, node), writer))
+        for hook, flow in (
+            (addon.requestheaders, tflow.tflow()), (addon.tcp_start, tflow.ttcpflow()),
+            (addon.dns_request, tflow.tdnsflow()),
+        ):
+            addon.client_connected(flow.client_conn)
+            hook(flow)
+            assert flow.comment == comment
+            assert flow.metadata["sluice.direction"] == direction
+            addon.client_disconnected(flow.client_conn)
+            assert not hasattr(flow.client_conn, "sluice_writer")
+            assert flow.get_state()["client_conn"]["peername"]  # a file can be written
+
+
+def test_other_flows_stay_as_they_are() -> None:
+    with mitmproxy() as (addon, _):
+        flow = tflow.tflow()
+        addon.client_connected(flow.client_conn)
+        addon.requestheaders(flow)
+        assert flow.comment == "" and not flow.metadata
+
+
+def test_pods_need_no_credentials() -> None:
+    auth = ProxyAuth()
+    with mitmproxy(auth) as (addon, context):
+        context.configure(auth, proxyauth="user:secret")
+        writer: Any = object()
+        flow = tflow.tflow()
+        auth.requestheaders(flow)
+        assert flow.response
+        addon.kept.current.set((sluice.facts_of(POD, "outbound", ""), writer))
+        flow = tflow.tflow()
+        addon.client_connected(flow.client_conn)
+        auth.requestheaders(flow)
+        assert not flow.response
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(["regular"], False), (["upstream:http://proxy:3128"], True)])
+def test_upstream_mode_is_warned_of(mode: list[str], warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with mitmproxy(Proxyserver(), ProxyAuth()) as (addon, context):
+        context.options.update(mode=mode)
+        addon.warn()
+    assert ("--mode upstream" in caplog.text) == warns
+
+
+def test_the_address_shows_the_pod() -> None:
+    port = sluice.Port(40000, "ci/runner")
+    assert f"10.0.0.5:{port}" == "10.0.0.5:40000 ci/runner"
+    assert json.dumps(["10.0.0.5", port]) == '["10.0.0.5", 40000]'
+    assert str(port) == f"{port:d}" == "40000" and port == 40000
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("10.0.0.5", "10.0.0.5"), ("172.17.0.2", "10.0.0.5"), ("fd00:1::2", "fd00::5"), ("fd00::5", "fd00::5")],
+)
+def test_nested_containers_show_the_pods_address(host: str, shown: str) -> None:
+    assert sluice.pod_address(host, ["10.0.0.5", "fd00::5"]) == shown
+    assert sluice.pod_address("fd00:1::2", ["10.0.0.5"]) == "fd00:1::2"
+
+
+# Connections that are not served.
+
+
+@pytest.mark.parametrize(
+    ("destination", "word"),
+    [
+        (("192.0.2.1", 443), ""),
+        (("2001:db8::1", 443, 0, 0), ""),
+        (("10.0.0.5", 15001), "redirected"),
+        (("10.0.0.5", 80), ""),
+        (("127.0.0.1", 80), "loopback"),
+        (("::1", 80, 0, 0), "loopback"),
+        (("0.0.0.0", 80), "loopback"),
+        (("::ffff:127.0.0.1", 80, 0, 0), "loopback"),
+        (("169.254.169.254", 80), "link-local"),
+        (("fe80::1", 80, 0, 2), "link-local"),
+        (("fd00:ec2::254", 80, 0, 0), "metadata"),
+        (("fd20:ce::254", 80, 0, 0), "metadata"),
+        (("224.0.0.1", 80), "unicast"),
+        (("255.255.255.255", 80), "unicast"),
+    ],
+)
+def test_forbidden(destination: tuple[Any, ...], word: str) -> None:
+    reason = sluice.forbidden(destination, ("10.0.0.5", 15001))
+    assert word in reason and bool(reason) == bool(word)
+
+
+def test_own_connections_are_recognised() -> None:
+    assert sluice.own(("127.0.0.1", 1), ("127.0.0.1", 80))
+    assert not sluice.own(("192.0.2.7", 1), ("127.0.0.1", 80))
+
+
+@pytest.mark.parametrize("with_reset", [False, True])
+def test_a_client_that_has_gone(with_reset: bool) -> None:
+    with listening() as sock:
+        client = connect(sock)
+        conn, _ = sock.accept()
+        with conn:
+            assert not sluice.gone(conn)
+            if with_reset:
+                sluice.reset_at_close(client)
+            client.close()
+            assert sluice.gone(conn)
+
+
+@pytest.mark.parametrize(
+    ("relays", "address", "trusted"),
+    [
+        (["127.0.0.0/8"], "127.0.0.1", True),
+        (["127.0.0.0/8"], "::ffff:127.0.0.1", True),
+        (["10.0.0.1", ""], "10.0.0.1", True),
+        (["10.0.0.1", ""], "10.0.0.2", False),
+    ],
+)
+def test_trusted(relays: list[str], address: str, trusted: bool) -> None:
+    with mitmproxy() as (addon, context):
+        context.configure(addon, sluice_relays=relays)
+        assert addon.trusted(address) == trusted
+
+
+@pytest.mark.parametrize(("relays", "pod"), [(["127.0.0.1"], "ci/runner"), ([], None)])
+def test_names_of_a_relay(relays: list[str], pod: str | None) -> None:
+    with mitmproxy() as (addon, context):
+        context.configure(addon, sluice_relays=relays)
+        flow = tflow.tflow()
+        flow.client_conn.peername = ("127.0.0.1", 5)
+        headers = {"Sluice-Pod-Namespace": "ci", "Sluice-Pod-Name": "runner", "Sluice-Pod-UID": "u"}
+        flow.request.headers.update(headers)
+        addon.http_connect(flow)
+        assert flow.metadata.get("sluice.pod") == pod
+        assert not [name for name in flow.request.headers if name.lower().startswith("sluice-")]
+
+
+# Descriptors.
+
+
+def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve() -> None:
+        with mitmproxy() as (addon, _):
+            gc.collect()  # descriptors that earlier tests have left
+            limit = len(os.listdir("/proc/self/fd")) + sluice.RESERVE + 9
+            monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+            assert addon.has_room() and addon.room == 3
+            tasks: Any = {asyncio.get_running_loop().create_future() for _ in range(9)}
+            addon.kept.tasks = tasks
+            addon.room = 0
+            assert not addon.has_room()
+            addon.listeners.pause()
+            addon.wait_for_room()
+            assert addon.listeners.paused
+            addon.kept.tasks.clear()
+            await until(lambda: not addon.listeners.paused)
+
+    run(serve())
+
+
+# The end of the connection to an app.
+
+
+async def app_connection() -> tuple[socket.socket, sluice.Writer]:
+    with listening() as sock:
+        client = connect(sock)
+        conn, peer = sock.accept()
+    conn.setblocking(False)
+    _, writer = await sluice.Writer.open(conn, peer)
+    return client, writer
+
+
+def end(client: socket.socket) -> bytes | None:
+    """Reads to the end. None stands for a reset."""
+    data = b""
+    with client:
+        try:
+            while more := client.recv(100):
+                data += more
+        except ConnectionResetError:
+            return None
+    return data
+
+
+def server(error: str | None, connected: float | None) -> Any:
+    return SimpleNamespace(error=error, timestamp_tcp_setup=connected)
+
+
+def broken() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    reader.set_exception(ConnectionResetError())
+    return reader
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    ("error", "connected", "is_reset", "seen"),
+    [
+        (None, 1.0, False, b""),
+        (None, 1.0, True, None),
+        ("connection refused", None, False, None),
+        ("certificate verify failed", 1.0, False, b""),
+    ],
+)
+def test_end_of_an_app(half: bool, error: str | None, connected: float | None, is_reset: bool,
+                       seen: bytes | None) -> None:
+    async def close() -> None:
+        client, writer = await app_connection()
+        writer.connecting(server(error, connected))
+        if is_reset:
+            writer.server_reader = broken()
+        if half:
+            writer.write_eof()
+        else:
+            writer.close()
+        assert await asyncio.to_thread(end, client) == seen
+        writer.close()
+
+    run(close())
+
+
+def test_an_error_page_arrives() -> None:
+    async def close() -> None:
+        client, writer = await app_connection()
+        writer.connecting(server("connection refused", None))
+        writer.write(b"502")
+        writer.close()
+        assert await asyncio.to_thread(end, client) == b"502"
+
+    run(close())
+
+
+def test_linger_is_on_for_a_reset() -> None:
+    with socket.socket() as sock:
+        sluice.reset_at_close(sock)
+        linger = sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8)
+        assert struct.unpack("ii", linger) == (1, 0)
+        assert array.array("i", linger).tolist() == [1, 0]
+
+
+# Memory.
+
+
+def test_the_oldest_finished_flows_are_forgotten() -> None:
+    view = View()
+    with mitmproxy(view) as (addon, context):
+        context.configure(addon, sluice_flows=10)
+        flows = [tflow.tflow(resp=True) for _ in range(15)]
+        for flow in flows:
+            flow.live = False
+        flows[0].live = True
+        flows[1].marked = ":star:"
+        for flow in flows:
+            view.add([flow])
+            addon.started(flow)
+        kept = view.resolve("@all")
+        assert len(kept) == 10
+        assert kept == flows[:2] + flows[7:]
+        assert not flows[0].error  # it goes on
+
+
+def test_all_flows_are_kept_by_default() -> None:
+    view = View()
+    with mitmproxy(view) as (addon, _):
+        for _ in range(50):
+            flow = tflow.tflow(resp=True)
+            view.add([flow])
+            addon.started(flow)
+        assert view.store_count() == 50
+
+
+@pytest.mark.parametrize(("size", "at_most"), [(1, sluice.HEAD_MESSAGES + 16), (64 << 10, 20)])
+def test_long_conversations_keep_their_head(size: int, at_most: int) -> None:
+    with mitmproxy() as (addon, context):
+        for flows, complete in ((0, True), (10, False)):
+            context.configure(addon, sluice_flows=flows)
+            flow: Any = tflow.ttcpflow()
+            flow.messages = []
+            for i in range(2000):
+                flow.messages.append(SimpleNamespace(content=bytes([i % 256]) * size, number=i))
+                addon.tcp_message(flow)
+                assert flow.messages[-1].number == i
+            dropped = flow.metadata.get("sluice.dropped", 0)
+            assert dropped + sum(len(m.content) for m in flow.messages) == 2000 * size
+            assert (len(flow.messages) == 2000) == complete == (dropped == 0)
+            if not complete:
+                assert len(flow.messages) <= at_most
+                assert [m.number for m in flow.messages[:-1]] == list(range(len(flow.messages) - 1))
