@@ -37,7 +37,7 @@ var exceptions = []exception{
 	{"client half-closes TLS", "connect", "", "", "it ends a CONNECT tunnel with the client's side"},
 	{"server half-closes TCP", "connect", "", "", "it ends a CONNECT tunnel with the server's side"},
 	{"client half-closes HTTP/1", "sockets", "", "", "it gives up a request whose client has ended its side"},
-	{"server ends, both silent", "", "", "", "it sees the server's end when the client's first bytes tell the protocol"},
+	{"server ends, both silent", "", "", "", "it reads the server's end after the client's first bytes only"},
 	{
 		"gRPC-like streams, stream_large_bodies=1m", "", "", "",
 		"it passes on no part of a body that is shorter, before the end of the body",
