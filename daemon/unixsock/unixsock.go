@@ -1,6 +1,6 @@
 // Package unixsock has the unix sockets over which the programs of one node talk to each other: sockets that only root
-// or a group may use, and file descriptors sent over them (SCM_RIGHTS, unix(7)). The plugin calls the daemon over one, a
-// new daemon takes the listeners of pods from the old one, and proxies take them from the daemon.
+// or a group may use, and file descriptors sent over them (SCM_RIGHTS, unix(7)). The plugin calls the daemon over one,
+// a new daemon takes the listeners of pods from the old one, and proxies take them from the daemon.
 package unixsock
 
 import (
