@@ -15,8 +15,8 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test test-mitmproxy fuzz fuzz-rules bench lint manifests demo e2e bench-e2e e2e-kind cluster-up cluster-down \
-	drill screenshot clean
+.PHONY: help build test test-mitmproxy fuzz fuzz-rules bench lint manifests demo e2e bench-e2e e2e-kind cluster-up \
+	cluster-down drill screenshot clean
 
 help: ## List the targets
 	@echo "Targets (those with * need root, on Debian or Ubuntu; they install the packages that they need):"
@@ -31,7 +31,7 @@ test: build ## * Run the unit and integration tests under the race detector
 	@# By default a program with the race detector sleeps for a second at its end, and there are 25 packages of tests.
 	CGO_ENABLED=1 GORACE=atexit_sleep_ms=100 go test -race -timeout 20m ./...
 
-test-mitmproxy: ## * Test protocols and failures with each of VERSIONS of mitmproxy; print and write bin/mitmproxy/table.md
+test-mitmproxy: ## * Test protocols and failures with each of VERSIONS of mitmproxy, and print a table
 	integration/setup.sh test-mitmproxy
 	integration/mitmproxy.sh install $(VERSIONS)
 	@# The development branch is missing where GitHub cannot be reached.
