@@ -89,8 +89,9 @@ func protocols() []protocol {
 			web{tellRequest, false}, "",
 		},
 		{
+			// Up to 9.0.1 the client's end is passed on thereafter on some runs only, so the server does not want it.
 			"server half-closes TCP", script{say(raw), hear("\x01bye"), hearEnd, say("\x01more"), endWriting},
-			script{hear(raw), say("\x01bye"), endWriting, hear("\x01more"), hearEnd}, "",
+			script{hear(raw), say("\x01bye"), endWriting, hear("\x01more")}, "",
 		},
 		{"server ends, both silent", script{hearEnd}, script{endWriting, hearEnd}, ""},
 

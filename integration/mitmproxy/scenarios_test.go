@@ -27,17 +27,19 @@ type scenario struct {
 	mode string // the only one, unless empty
 }
 
+const manyName = "4,000 connections (connect: 3,000)"
+
 // scenarios are the second half of the table.
 var scenarios = []scenario{
 	{"gRPC-like streams, stream_large_bodies=1m", streamsWithinLimit, ""},
 	{"400 wait for the start", waitForTheStart, ""},
 	{"restart under traffic", restart((*testbed.Program).Stop), ""},
 	{"kill under traffic", restart((*testbed.Program).Kill), ""},
-	{"two share a node", twoShareANode, "sockets"},
+	{"two share a node (sockets)", twoShareANode, "sockets"},
 	{"reload under traffic", reload, ""},
 	{"saved flows", savedFlows, ""},
 	{"inbound", inbound, ""},
-	{"4,000 connections (connect: 3,000)", manyConnections, ""},
+	{manyName, manyConnections, ""},
 }
 
 // streamsWithinLimit streams bodies that mitmproxy holds back until they have ended or reach a limit.

@@ -1,8 +1,10 @@
 package mitmproxy
 
 import (
+	"cmp"
 	"flag"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"regexp"
@@ -12,11 +14,12 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/sluice-cni/sluice/integration/docs/page"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 var (
-	versionList = flag.String("versions", "", "versions of mitmproxy, separated by spaces; else that of the testbed")
+	versionList = flag.String("versions", "", "versions of mitmproxy, separated by spaces")
 	tableFile   = flag.String("table", "", "write the table of versions to this file")
 )
 
@@ -33,15 +36,19 @@ type exception struct {
 
 var exceptions = []exception{
 	{"memcached", "", "", "", "it takes text for HTTP/1 and waits for the end of a request"},
+	{"PING of Redis", "", "", "10.4.2", "it takes text for HTTP/1 and waits for the end of a request"},
+	{"AMQP", "", "", "10.4.2", "it takes text for HTTP/1 and waits for the end of a request"},
 	{"client half-closes TCP", "connect", "", "", "it ends a CONNECT tunnel with the client's side"},
 	{"client half-closes TLS", "connect", "", "", "it ends a CONNECT tunnel with the client's side"},
 	{"server half-closes TCP", "connect", "", "", "it ends a CONNECT tunnel with the server's side"},
+	{"server resets", "connect", "", "", "it ends a CONNECT tunnel without a reset"},
 	{"client half-closes HTTP/1", "sockets", "", "", "it gives up a request whose client has ended its side"},
 	{"server ends, both silent", "", "", "", "it reads the server's end after the client's first bytes only"},
 	{
 		"gRPC-like streams, stream_large_bodies=1m", "", "", "",
 		"it passes on no part of a body that is shorter, before the end of the body",
 	},
+	{manyName, "connect", "", "9.0.1", "it leaves it to Python's garbage collector to close connections"},
 }
 
 // outcomes of a case.
@@ -104,15 +111,14 @@ func compare(a, b string) int {
 
 // TestVersions runs every protocol and scenario with each version, by sockets and by CONNECT: `make test-mitmproxy`.
 func TestVersions(t *testing.T) {
+	if *versionList == "" {
+		t.Skip("it is for `make test-mitmproxy`")
+	}
 	t.Parallel()
 	results := &table{outcomes: map[[3]string]string{}}
 	var tested []string
-	folders := strings.Fields(*versionList)
-	if len(folders) == 0 {
-		folders = []string{""}
-	}
 	t.Run("versions", func(t *testing.T) {
-		for _, folder := range folders {
+		for _, folder := range strings.Fields(*versionList) {
 			version := reportedVersion(t, folder)
 			tested = append(tested, version)
 			for _, mode := range modes {
@@ -136,6 +142,44 @@ func TestVersions(t *testing.T) {
 		if err := os.WriteFile(*tableFile, []byte(results.markdown(tested)), 0o600); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// TestManual: the tables of the manual have every case, and every exception with its reason.
+func TestManual(t *testing.T) {
+	t.Parallel()
+	manual := page.Read(t, "docs/mitmproxy.md")
+	var cases []string
+	for _, row := range manual.Rows(t, "Versions", "case") {
+		cases = append(cases, row["case"])
+	}
+	if want := names(); !slices.Equal(cases, want) {
+		t.Errorf("the table of versions has the cases %q, want %q", cases, want)
+	}
+	rows := manual.Rows(t, "Known exceptions", "case")
+	if !slices.EqualFunc(rows, exceptions, func(row page.Row, e exception) bool { return maps.Equal(row, e.row()) }) {
+		want := new(strings.Builder)
+		for _, e := range exceptions {
+			r := e.row()
+			fmt.Fprintf(want, "| %s | %s | %s | %s |\n", r["case"], r["by"], r["versions"], r["mitmproxy"])
+		}
+		t.Errorf("the table of exceptions differs from the list in the code, which is\n%s", want)
+	}
+}
+
+// row is the exception in the manual's table.
+func (e exception) row() page.Row {
+	versions := "all"
+	switch {
+	case e.from != "" && e.until != "":
+		versions = e.from + " to " + e.until
+	case e.until != "":
+		versions = "to " + e.until
+	case e.from != "":
+		versions = "from " + e.from
+	}
+	return page.Row{
+		"case": e.name, "by": cmp.Or(e.mode, "both"), "versions": versions, "mitmproxy": e.reason,
 	}
 }
 
@@ -163,7 +207,7 @@ func (tb *table) runProtocols(t *testing.T, folder, version, mode string) {
 	}
 }
 
-var versionLine = regexp.MustCompile(`(?m)^Mitmproxy: ([0-9.]+)`)
+var versionLine = regexp.MustCompile(`(?m)^Mitmproxy: (\S+)`)
 
 // reportedVersion is the version that the mitmdump in a folder of bin/mitmproxy reports.
 func reportedVersion(t *testing.T, folder string) string {
@@ -173,29 +217,37 @@ func reportedVersion(t *testing.T, folder string) string {
 	if err != nil || m == nil {
 		t.Fatalf("mitmdump --version: %v\n%s", err, out)
 	}
-	return strings.Trim(string(m[1]), ".")
+	return string(m[1])
 }
 
-// markdown is the table: a row for each case, a column for each version. A cell with one word stands for both modes.
-func (tb *table) markdown(versions []string) string {
-	var names []string
+// names are those of all cases.
+func names() (all []string) {
 	for _, p := range slices.Concat(protocols(), largeBodies()) {
-		names = append(names, p.name)
+		all = append(all, p.name)
 	}
 	for _, s := range scenarios {
-		names = append(names, s.name)
+		all = append(all, s.name)
 	}
+	return all
+}
+
+// markdown is the table: a row for each case, a column for each version. A cell names a mode if the other passes.
+func (tb *table) markdown(versions []string) string {
 	var out strings.Builder
 	fmt.Fprintf(&out, "| case | %s |\n|%s\n", strings.Join(versions, " | "), strings.Repeat(" --- |", len(versions)+1))
-	for _, name := range names {
+	for _, name := range names() {
 		fmt.Fprintf(&out, "| %s |", name)
 		for _, v := range versions {
 			sockets, connect := tb.outcomes[[3]string{name, v, "sockets"}], tb.outcomes[[3]string{name, v, "connect"}]
 			switch {
 			case sockets == connect || connect == "":
 				fmt.Fprintf(&out, " %s |", sockets)
+			case sockets == pass:
+				fmt.Fprintf(&out, " connect: %s |", connect)
+			case connect == pass:
+				fmt.Fprintf(&out, " sockets: %s |", sockets)
 			default:
-				fmt.Fprintf(&out, " %s, connect: %s |", sockets, connect)
+				fmt.Fprintf(&out, " sockets: %s, connect: %s |", sockets, connect)
 			}
 		}
 		fmt.Fprintln(&out)

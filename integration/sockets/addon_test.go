@@ -251,8 +251,8 @@ func TestSavedFlowsOpenElsewhere(t *testing.T) {
 		return strings.Contains(proxy.Log(), " default/web: GET http://")
 	})
 	proxy.Stop()
-	open := exec.CommandContext(t.Context(), n.Mitmproxy("mitmdump"), "--no-server", "--set", "confdir="+testbed.Confdir(n),
-		"--rfile", file, "~comment default/web & ~meta uid-web")
+	open := exec.CommandContext(t.Context(), n.Mitmproxy("mitmdump"), "--no-server",
+		"--set", "confdir="+testbed.Confdir(n), "--rfile", file, "~comment default/web & ~meta uid-web")
 	out, err := open.CombinedOutput()
 	if err != nil || !strings.Contains(string(out), "/saved") {
 		t.Errorf("%v\n%s", err, out)
