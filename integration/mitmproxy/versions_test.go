@@ -118,7 +118,7 @@ func TestVersions(t *testing.T) {
 	results := &table{outcomes: map[[3]string]string{}}
 	var tested []string
 	t.Run("versions", func(t *testing.T) {
-		for _, folder := range strings.Fields(*versionList) {
+		for folder := range strings.FieldsSeq(*versionList) {
 			version := reportedVersion(t, folder)
 			tested = append(tested, version)
 			for _, mode := range modes {
