@@ -1,8 +1,10 @@
 package truststore
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 
@@ -12,13 +14,13 @@ import (
 // mountFlags are the attributes of all mounts made here. Nothing in the container may write the changed copy.
 const mountFlags = unix.MOUNT_ATTR_RDONLY | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOEXEC
 
-// mountOver mounts a changed copy over a store. After a rotation the new mount covers the earlier one.
+// mountOver mounts a changed copy over a store.
 func (r *root) mountOver(p *place, old *os.File, info unix.Statx_t, contents change) error {
-	f, err := r.unnamedFile()
+	f, discard, err := r.scratchFile()
 	if err != nil {
 		return fmt.Errorf("mounting over %s: %w", p.path, err)
 	}
-	defer func() { _ = f.Close() }() // the mount keeps the file
+	defer discard() // the mount keeps the file
 	err = writeBuffered(f, contents)
 	if err == nil {
 		err = inherit(f, old, info)
@@ -32,46 +34,63 @@ func (r *root) mountOver(p *place, old *os.File, info unix.Statx_t, contents cha
 	return nil
 }
 
-// unnamedFile makes a file without a name, which lives as long as a mount of it: in the container's /dev, which every
-// runtime makes a tmpfs, or else in the root.
-func (r *root) unnamedFile() (*os.File, error) {
+// scratchFile makes a file in the container's /dev, which every runtime makes a tmpfs, or else in the root. discard
+// removes its name; a mount of the file keeps the file. The kernel does not mount a file that never had a name.
+func (r *root) scratchFile() (f *os.File, discard func(), err error) {
 	var failed error
 	for _, folder := range []string{"/dev", "/"} {
-		f, err := r.unnamedFileIn(folder)
+		f, discard, err := r.scratchFileIn(folder)
 		if err == nil {
-			return f, nil
+			return f, discard, nil
 		}
 		failed = errors.Join(failed, err)
 	}
-	return nil, fmt.Errorf("finding a place for the changed copy: %w", failed)
+	return nil, nil, fmt.Errorf("finding a place for the changed copy: %w", failed)
 }
 
-func (r *root) unnamedFileIn(folder string) (*os.File, error) {
+func (r *root) scratchFileIn(folder string) (f *os.File, discard func(), err error) {
 	dir, err := r.openat2(folder, unix.O_PATH|unix.O_DIRECTORY, unix.RESOLVE_NO_SYMLINKS)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	defer func() { _ = dir.Close() }() // a descriptor that was only looked through
+	if err := r.mayKeepScratch(dir); err != nil {
+		return nil, nil, errors.Join(err, dir.Close())
+	}
+	name, err := temporaryName()
+	if err == nil {
+		f, err = openNew(dir, name)
+	}
+	if err != nil {
+		return nil, nil, errors.Join(err, dir.Close())
+	}
+	return f, func() {
+		_ = f.Close() // the mount keeps the file, or nothing does
+		_ = unix.Unlinkat(int(dir.Fd()), name, 0)
+		_ = dir.Close()
+	}, nil
+}
+
+// mayKeepScratch refuses a volume that is no tmpfs.
+func (r *root) mayKeepScratch(dir *os.File) error {
 	info, err := statFD(dir)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	var fsInfo unix.Statfs_t
-	if err := unix.Fstatfs(int(dir.Fd()), &fsInfo); err != nil {
-		return nil, &fs.PathError{Op: "fstatfs", Path: folder, Err: err}
+	var system unix.Statfs_t
+	if err := unix.Fstatfs(int(dir.Fd()), &system); err != nil {
+		return &fs.PathError{Op: "fstatfs", Path: dir.Name(), Err: err}
 	}
-	if info.Mnt_id != r.mount && fsInfo.Type != unix.TMPFS_MAGIC {
-		return nil, fmt.Errorf("%s is on another mount than the root and is no tmpfs", folder)
+	if info.Mnt_id != r.mount && system.Type != unix.TMPFS_MAGIC {
+		return fmt.Errorf("%s is on another mount than the root and is no tmpfs", dir.Name())
 	}
-	fd, err := unix.Openat(int(dir.Fd()), ".", unix.O_TMPFILE|unix.O_RDWR|unix.O_CLOEXEC, 0o600)
-	if err != nil {
-		return nil, &fs.PathError{Op: "open an unnamed file in", Path: folder, Err: err}
-	}
-	return os.NewFile(uintptr(fd), folder), nil
+	return nil
 }
 
 // mountFile mounts a file over the one at a place.
 func mountFile(f *os.File, p *place) error {
+	if err := unmountOurs(p); err != nil {
+		return err
+	}
 	target, err := openNoFollow(p.dir, p.name, unix.O_PATH)
 	if err != nil {
 		return err
@@ -90,6 +109,24 @@ func mountFile(f *os.File, p *place) error {
 	return attach(mount, target)
 }
 
+// unmountOurs takes away the mount of an earlier run, which is known by its file that has no name any more: the kernel
+// mounts nothing over such a file (ENOENT).
+func unmountOurs(p *place) error {
+	target, err := openNoFollow(p.dir, p.name, unix.O_PATH)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = target.Close() }() // a descriptor that was only looked through
+	info, err := statFD(target)
+	if err != nil || info.Nlink > 0 {
+		return err
+	}
+	if err := unix.Unmount(fmt.Sprintf("%s/%d", descriptors, target.Fd()), unix.MNT_DETACH); err != nil {
+		return &fs.PathError{Op: "unmount", Path: p.path, Err: err}
+	}
+	return nil
+}
+
 // attach moves a mount that has no place yet over a file or a folder.
 func attach(mount, target *os.File) error {
 	err := unix.MoveMount(int(mount.Fd()), "", int(target.Fd()), "",
@@ -102,15 +139,15 @@ func attach(mount, target *os.File) error {
 
 // mountFallback mounts the container's own bundle, which has the CA, over the fallback, so that the programs that an
 // environment variable leads to the fallback trust the roots of the image as well.
-func (r *run) mountFallback(own *place) {
+func (r *run) mountFallback(ctx context.Context, own *place) {
 	if own == nil {
 		return // the fallback stays as it is
 	}
-	err := r.tryMountFallback(own)
+	err := r.tryMountFallback(ctx, own)
 	r.note(r.options.Fallback, Fallback, Bound, err)
 }
 
-func (r *run) tryMountFallback(own *place) error {
+func (r *run) tryMountFallback(ctx context.Context, own *place) error {
 	target, err := r.root.locate(r.options.Fallback)
 	if err != nil {
 		return err
@@ -121,6 +158,15 @@ func (r *run) tryMountFallback(own *place) error {
 		return err
 	}
 	defer func() { _ = f.Close() }() // the mount keeps the file
+	info, err := statFD(f)
+	if err != nil {
+		return err
+	}
+	if info.Nlink == 0 { // a changed copy: the kernel mounts a file without a name only once
+		return r.root.mountOver(target, f, info, func(w io.Writer) error {
+			return copyWithout(ctx, w, f, int64(info.Size), nil)
+		})
+	}
 	if err := mountFile(f, target); err != nil {
 		return fmt.Errorf("mounting %s over %s: %w", own.path, target.path, err)
 	}

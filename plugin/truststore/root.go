@@ -29,21 +29,24 @@ const (
 type root struct {
 	dir   *os.File
 	mount uint64
-	// descriptors is /proc/self/fd. A file is first opened as O_PATH, looked at, and then opened through this folder,
+	// descriptors is the folder of that name. A file is first opened as O_PATH, looked at, and then opened through this folder,
 	// so that it cannot be exchanged for a device in between.
 	descriptors *os.File
 }
 
+// descriptors is the folder with the open files of this process.
+const descriptors = "/proc/self/fd"
+
 func openRoot(name string) (*root, error) {
-	descriptors, err := os.OpenFile("/proc/self/fd", unix.O_PATH|unix.O_DIRECTORY, 0)
+	open, err := os.OpenFile(descriptors, unix.O_PATH|unix.O_DIRECTORY, 0)
 	if err != nil {
 		return nil, fmt.Errorf("opening the folder of descriptors: %w", err)
 	}
 	dir, err := os.OpenFile(name, unix.O_PATH|unix.O_DIRECTORY, 0)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("opening the root: %w", err), descriptors.Close())
+		return nil, errors.Join(fmt.Errorf("opening the root: %w", err), open.Close())
 	}
-	r := &root{dir: dir, descriptors: descriptors}
+	r := &root{dir: dir, descriptors: open}
 	info, err := statFD(dir)
 	if err != nil {
 		r.close()

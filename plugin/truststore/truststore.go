@@ -114,7 +114,7 @@ type Options struct {
 }
 
 // Add makes the trust stores of the file system at rootPath contain the certificates in caPEM, and no others that an
-// earlier run added. Mounts are made in the mount namespace of the calling thread.
+// earlier run added. Mounts are made in the mount namespace of the process.
 //
 // Add returns when ctx ends, also if a file system in the container hangs: the goroutine that works is then left
 // behind, so the caller should be a process of its own that ends.
@@ -182,7 +182,7 @@ func (r *run) add(ctx context.Context, rootPath string, caPEM []byte) (err error
 		r.addFile(ctx, path, Certifi, seen).close()
 	}
 	if r.options.Fallback != "" {
-		r.mountFallback(own)
+		r.mountFallback(ctx, own)
 	}
 	own.close()
 	r.mu.Lock()
