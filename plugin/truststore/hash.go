@@ -64,19 +64,13 @@ func canonicalRDN(attributes []byte) ([]byte, error) {
 	return derValue(asn1.TagSet|constructed, bytes.Join(encoded, nil)), nil
 }
 
-// The ASN.1 string types without a constant in encoding/asn1.
-const (
-	tagVisibleString   = 26
-	tagUniversalString = 28
-)
-
-// toUTF8 converts the string types that OpenSSL converts (ASN1_MASK_CANON).
+// toUTF8 converts the string types that OpenSSL converts (ASN1_MASK_CANON) and that crypto/x509 accepts in a name.
 func toUTF8(value asn1.RawValue) (text []byte, ok bool) {
 	if value.Class != asn1.ClassUniversal {
 		return nil, false
 	}
 	switch value.Tag {
-	case asn1.TagUTF8String, asn1.TagPrintableString, asn1.TagIA5String, tagVisibleString:
+	case asn1.TagUTF8String, asn1.TagPrintableString, asn1.TagIA5String:
 		return value.Bytes, true
 	case asn1.TagT61String: // OpenSSL takes it for Latin-1
 		for _, b := range value.Bytes {
@@ -89,14 +83,6 @@ func toUTF8(value asn1.RawValue) (text []byte, ok bool) {
 		}
 		for i := 0; i < len(value.Bytes); i += 2 {
 			text = append(text, string(rune(binary.BigEndian.Uint16(value.Bytes[i:])))...)
-		}
-		return text, true
-	case tagUniversalString:
-		if len(value.Bytes)%4 != 0 {
-			return nil, false
-		}
-		for i := 0; i < len(value.Bytes); i += 4 {
-			text = append(text, string(rune(binary.BigEndian.Uint32(value.Bytes[i:])))...)
 		}
 		return text, true
 	}
