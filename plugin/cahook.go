@@ -57,6 +57,9 @@ func caHook(args []string, state io.Reader) {
 			logf("ca-hook: %s %s: %s", s.Kind, s.Path, s.Error)
 		}
 	}
+	if report.Unsearched != "" {
+		logf("ca-hook: %s", report.Unsearched)
+	}
 	if report.Error != "" {
 		logf("ca-hook: %s", report.Error)
 	}

@@ -11,9 +11,10 @@ import (
 )
 
 const (
-	// maxSearch bounds the time of the search for certifi, maxSearched its folders and maxSearchDepth their depth.
+	// maxSearch bounds the time of the search for certifi: a container starts that much later. maxSearched bounds its
+	// folders, and maxSearchDepth their depth.
 	// A pyenv's packages lie in /root/.pyenv/versions/3.13.1/lib/python3.13/site-packages, which is depth 7.
-	maxSearch      = 100 * time.Millisecond
+	maxSearch      = 25 * time.Millisecond
 	maxSearched    = 4000
 	maxSearchDepth = 9
 	// maxQueued bounds the folders that are still to be searched.
@@ -40,6 +41,27 @@ var fixedCertifi = []string{
 	"/google-cloud-sdk/lib/third_party/certifi/cacert.pem",
 }
 
+// commonPackages are patterns of the folders of packages that are looked at before the search, however long it takes.
+var commonPackages = []string{
+	"/usr/lib/python3/dist-packages",
+	"/usr/lib/python*/site-packages",
+	"/usr/lib64/python*/site-packages",
+	"/usr/local/lib/python*/site-packages",
+	"/usr/local/lib/python*/dist-packages",
+	"/usr/local/lib64/python*/site-packages",
+	"/opt/*/lib/python*/site-packages",
+	"/opt/*/*/lib/python*/site-packages",
+	"/venv/lib/python*/site-packages",
+	"/.venv/lib/python*/site-packages",
+	"/env/lib/python*/site-packages",
+	"/*/.venv/lib/python*/site-packages",
+	"/*/venv/lib/python*/site-packages",
+	"/root/.local/lib/python*/site-packages",
+	"/root/.pyenv/versions/*/lib/python*/site-packages",
+	"/home/*/.local/lib/python*/site-packages",
+	"/home/*/.pyenv/versions/*/lib/python*/site-packages",
+}
+
 // notSearched are the folders in which no Python packages lie and that have many others.
 var notSearched = map[string]bool{
 	"/proc": true, "/sys": true, "/dev": true, "/run": true, "/boot": true, "/etc": true, "/usr/share": true,
@@ -59,6 +81,9 @@ var namesNotSearched = map[string]bool{
 // the bundles in them. Volumes are not searched. unsearched says why the search ended early, if it did.
 func (r *root) findCertifi(ctx context.Context) (found []string, unsearched string) {
 	found = r.expand(fixedCertifi)
+	for _, packages := range r.expand(commonPackages) {
+		found = append(found, bundlesIn(packages)...)
+	}
 	deadline, packages := time.Now().Add(maxSearch), 0
 	queue := []string{""}
 	for searched := 0; len(queue) > 0; searched++ {
@@ -75,9 +100,7 @@ func (r *root) findCertifi(ctx context.Context) (found []string, unsearched stri
 		for _, sub := range r.subfolders(folder) {
 			if isPackages(sub) {
 				packages++
-				for _, file := range inPackages {
-					found = append(found, sub+"/"+file)
-				}
+				found = append(found, bundlesIn(sub)...)
 			} else if strings.Count(sub, "/") < maxSearchDepth && len(queue) < maxQueued {
 				queue = append(queue, sub)
 			}
@@ -107,4 +130,13 @@ func (r *root) subfolders(folder string) []string {
 // isPackages reports whether a folder is one for Python packages.
 func isPackages(path string) bool {
 	return strings.HasSuffix(path, "/site-packages") || strings.HasSuffix(path, "/dist-packages")
+}
+
+// bundlesIn are the paths that bundles have in a folder of packages.
+func bundlesIn(packages string) []string {
+	var paths []string
+	for _, file := range inPackages {
+		paths = append(paths, packages+"/"+file)
+	}
+	return paths
 }

@@ -172,16 +172,7 @@ func FuzzKeystore(f *testing.F) {
 // changeKeystore returns the changed keystore. ok is false if it cannot be changed, or need not be.
 func changeKeystore(t *testing.T, r *run, data []byte) (changed []byte, ok bool) {
 	t.Helper()
-	file := filepath.Join(t.TempDir(), "keystore")
-	if err := os.WriteFile(file, data, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	f, err := os.Open(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	change, err := r.changeOfKeystore(context.Background(), f)
+	change, err := r.changeOfKeystore(context.Background(), bytes.NewReader(data), int64(len(data)))
 	if err != nil || change == nil {
 		return nil, false
 	}

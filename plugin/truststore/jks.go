@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"hash"
 	"io"
-	"os"
 	"strings"
 	"time"
 )
@@ -246,14 +245,14 @@ func isOurAlias(alias string) bool {
 }
 
 // changeOfKeystore compares a keystore of Java with the wanted certificates.
-func (r *run) changeOfKeystore(ctx context.Context, f *os.File) (change, error) {
+func (r *run) changeOfKeystore(ctx context.Context, f io.ReaderAt, size int64) (change, error) {
 	var magic [4]byte
 	if _, err := f.ReadAt(magic[:], 0); err != nil {
 		return nil, fmt.Errorf("reading the keystore: %w", unexpected(err))
 	}
 	switch number := binary.BigEndian.Uint32(magic[:]); {
 	case number == magicJKS, number == magicJCEKS:
-		return r.changeOfJKS(ctx, f)
+		return r.changeOfJKS(ctx, f, size)
 	case magic[0] == derSequence:
 		return r.changeOfPKCS12(ctx, f)
 	default:
@@ -261,14 +260,10 @@ func (r *run) changeOfKeystore(ctx context.Context, f *os.File) (change, error) 
 	}
 }
 
-func (r *run) changeOfJKS(ctx context.Context, f *os.File) (change, error) {
-	info, err := f.Stat()
-	if err != nil {
-		return nil, fmt.Errorf("reading the keystore: %w", err)
-	}
+func (r *run) changeOfJKS(ctx context.Context, f io.ReaderAt, size int64) (change, error) {
 	var drop []span
 	have := make(map[fingerprint]bool)
-	scan, err := scanJKS(readerOf(ctx, f), info.Size()-sha1.Size, func(e jksEntry) {
+	scan, err := scanJKS(readerOf(ctx, f), size-sha1.Size, func(e jksEntry) {
 		wanted := e.certificate && r.isWanted(e.fingerprint)
 		switch {
 		case e.certificate && !wanted && (isOurAlias(e.alias) || r.former[e.fingerprint]):

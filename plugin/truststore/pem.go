@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 )
 
 // change writes the changed contents of a store. It is nil if the store is as it should be.
@@ -105,7 +104,7 @@ func fingerprintOf(text []byte) (fingerprint, bool) {
 }
 
 // changeOfBundle compares a bundle with the wanted certificates.
-func (r *run) changeOfBundle(ctx context.Context, f *os.File) (change, error) {
+func (r *run) changeOfBundle(ctx context.Context, f io.ReaderAt) (change, error) {
 	var drop []span
 	have := make(map[fingerprint]bool)
 	scan, err := scanPEM(readerOf(ctx, f), func(b pemBlock) {

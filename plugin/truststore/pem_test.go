@@ -5,8 +5,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/pem"
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 )
@@ -97,16 +95,7 @@ func FuzzBundle(f *testing.F) {
 // changeBundle returns the changed bundle, or nil if it does not change.
 func changeBundle(t *testing.T, wanted []certificate, data []byte) []byte {
 	t.Helper()
-	file := filepath.Join(t.TempDir(), "bundle")
-	if err := os.WriteFile(file, data, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	f, err := os.Open(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	change, err := (&run{wanted: wanted}).changeOfBundle(context.Background(), f)
+	change, err := (&run{wanted: wanted}).changeOfBundle(context.Background(), bytes.NewReader(data))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -222,9 +222,13 @@ func (r *run) update(ctx context.Context, p *place, kind Kind) (Action, error) {
 		return Failed, err
 	}
 	defer func() { _ = f.Close() }() // only read
+	info, err := f.Stat()
+	if err != nil {
+		return Failed, fmt.Errorf("looking at the store: %w", err)
+	}
 	var change change
 	if kind == Java {
-		change, err = r.changeOfKeystore(ctx, f)
+		change, err = r.changeOfKeystore(ctx, f, info.Size())
 	} else {
 		change, err = r.changeOfBundle(ctx, f)
 	}
