@@ -121,7 +121,7 @@ func containerRoot(ctx context.Context, input io.Reader) (string, error) {
 		return "", fmt.Errorf("reading the state of the container: %w", err)
 	}
 	if !filepath.IsAbs(state.Bundle) {
-		return "", fmt.Errorf("reading the state of the container: its bundle is %q, not an absolute path", state.Bundle)
+		return "", fmt.Errorf("reading the state of the container: the bundle %q is not an absolute path", state.Bundle)
 	}
 	data, err := readBounded(filepath.Join(state.Bundle, "config.json"))
 	if err != nil {

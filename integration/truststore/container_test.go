@@ -63,7 +63,9 @@ func newAuthority(t *testing.T) authority {
 }
 
 // issue makes a certificate: one of a CA if there is no issuer, or else one of a server.
-func issue(t *testing.T, name string, by *ecdsa.PrivateKey, issuer *x509.Certificate) (*ecdsa.PrivateKey, *x509.Certificate) {
+func issue(
+	t *testing.T, name string, by *ecdsa.PrivateKey, issuer *x509.Certificate,
+) (*ecdsa.PrivateKey, *x509.Certificate) {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -174,7 +176,8 @@ func (c *container) hook(ca []byte, args ...string) truststore.Report {
 	c.must(os.WriteFile(caFile, ca, 0o600))
 	sluice := filepath.Join(testbed.Binaries(c.t), "sluice")
 	cmd := exec.Command(sluice, append([]string{"ca-hook", "--ca", caFile, "--report", report}, args...)...)
-	cmd.Stdin = strings.NewReader(fmt.Sprintf(`{"ociVersion":"1.2.0","id":"c","status":"creating","bundle":%q}`, c.bundle))
+	state := fmt.Sprintf(`{"ociVersion":"1.2.0","id":"c","status":"creating","bundle":%q}`, c.bundle)
+	cmd.Stdin = strings.NewReader(state)
 	cmd.Env = []string{}
 	start := time.Now()
 	out, err := cmd.CombinedOutput()

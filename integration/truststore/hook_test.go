@@ -1,6 +1,8 @@
 package truststore
 
 import (
+	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -35,7 +37,7 @@ func TestHookNeverFails(t *testing.T) {
 		{"one argument too many", "", "unexpected argument", []string{"--ca", caFile, "more"}},
 		{"no state", "", "reading the state", []string{"--ca", caFile}},
 		{"a state that is no JSON", "hello", "reading the state", []string{"--ca", caFile}},
-		{"a relative bundle", `{"bundle":"x"}`, "not an absolute path", []string{"--ca", caFile}},
+		{"a relative bundle", `{"bundle":"x"}`, "is not an absolute path", []string{"--ca", caFile}},
 		{"no configuration", fmt.Sprintf(`{"bundle":%q}`, dir), "reading the configuration", []string{"--ca", caFile}},
 		{"a broken configuration", fmt.Sprintf(`{"bundle":%q}`, badConfig), "parsing the configuration",
 			[]string{"--ca", caFile}},
@@ -45,7 +47,8 @@ func TestHookNeverFails(t *testing.T) {
 			[]string{"--ca", caFile, "--report", dir + "/missing/report"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			cmd := exec.Command(filepath.Join(testbed.Binaries(t), "sluice"), append([]string{"ca-hook"}, test.args...)...)
+			sluice := filepath.Join(testbed.Binaries(t), "sluice")
+			cmd := exec.Command(sluice, append([]string{"ca-hook"}, test.args...)...)
 			cmd.Stdin = strings.NewReader(test.state)
 			out, err := cmd.CombinedOutput()
 			if err != nil || !strings.Contains(string(out), test.log) {
@@ -66,8 +69,7 @@ func TestHookGivesUp(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer reader.Close()
-	defer writer.Close() // until then the hook's standard input stays open
+	t.Cleanup(func() { _ = errors.Join(reader.Close(), writer.Close()) }) // until then the standard input stays open
 	cmd.Stdin = reader
 	if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), "deadline exceeded") {
 		t.Errorf("got %v and the log %q", err, out)
@@ -89,7 +91,7 @@ func TestFallbackBundle(t *testing.T) {
 	c.must(err)
 	got, err := os.ReadFile(filepath.Join(c.root, fallback))
 	c.must(err)
-	if string(got) != string(own) || !strings.Contains(string(got), string(ca.pem)) {
+	if !bytes.Equal(got, own) || !bytes.Contains(got, ca.pem) {
 		t.Errorf("the fallback is not the image's bundle with the CA: %d and %d bytes", len(got), len(own))
 	}
 }
@@ -100,7 +102,8 @@ func TestOtherLayouts(t *testing.T) {
 	for name, place := range map[string]struct{ bundle, directory string }{
 		"like Alpine": {bundle: "/etc/ssl/cert.pem", directory: "/etc/ssl/certs"},
 		"like RHEL": {
-			bundle: "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem", directory: "/etc/pki/ca-trust/extracted/pem/directory-hash",
+			bundle:    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+			directory: "/etc/pki/ca-trust/extracted/pem/directory-hash",
 		},
 		"like SUSE": {bundle: "/var/lib/ca-certificates/ca-bundle.pem", directory: "/var/lib/ca-certificates/pem"},
 	} {
@@ -116,7 +119,7 @@ func TestOtherLayouts(t *testing.T) {
 				c.must(os.Symlink("../../"+place.bundle, filepath.Join(c.root, "/etc/ssl/ca-bundle.pem")))
 			}
 			present := []client{
-				{name: "Go", args: words(goFile), env: func(url string) []string { return []string{getVariable + "=" + url} }},
+				goGet,
 				{name: "openssl, a bundle", args: sClient("-no-CApath -no-CAstore -CAfile " + place.bundle)},
 				{name: "openssl, a directory", args: sClient("-no-CAfile -no-CAstore -CApath " + place.directory)},
 			}

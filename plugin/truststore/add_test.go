@@ -1,6 +1,7 @@
 package truststore
 
 import (
+	"bytes"
 	"crypto/x509/pkix"
 	"os"
 	"path/filepath"
@@ -156,7 +157,8 @@ func TestRotationOfAnUnmarkedCopy(t *testing.T) {
 	image, first, second := caNamed(t, "image"), caNamed(t, "root 1"), caNamed(t, "root 2")
 	root := tree(t, map[string]string{rhelBundle: string(image), rhelAnchor + "/": ""})
 	add(t, root, first)
-	if err := os.WriteFile(filepath.Join(root, rhelBundle), append(append([]byte{}, image...), first...), 0o644); err != nil {
+	extracted := append(bytes.Clone(image), first...)
+	if err := os.WriteFile(filepath.Join(root, rhelBundle), extracted, 0o644); err != nil {
 		t.Fatal(err)
 	}
 	add(t, root, second)
@@ -186,7 +188,8 @@ func TestRotationOfOneSubject(t *testing.T) {
 
 func TestOwnerModeAttributesAndLinksStay(t *testing.T) {
 	root := tree(t, map[string]string{
-		"/usr/share/store/bundle.pem": string(caNamed(t, "image")), debianBundle: "-> ../../../usr/share/store/bundle.pem",
+		"/usr/share/store/bundle.pem": string(caNamed(t, "image")),
+		debianBundle:                  "-> ../../../usr/share/store/bundle.pem",
 	})
 	file := filepath.Join(root, "/usr/share/store/bundle.pem")
 	if err := os.Chown(file, 1234, 4321); err != nil {
@@ -199,7 +202,8 @@ func TestOwnerModeAttributesAndLinksStay(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantAction(t, add(t, root, caNamed(t, "proxy")), debianBundle, Appended)
-	if target, err := os.Readlink(filepath.Join(root, debianBundle)); err != nil || !strings.HasSuffix(target, "bundle.pem") {
+	target, err := os.Readlink(filepath.Join(root, debianBundle))
+	if err != nil || !strings.HasSuffix(target, "bundle.pem") {
 		t.Errorf("the link: got %q, %v", target, err)
 	}
 	var info unix.Stat_t
@@ -252,7 +256,9 @@ func TestReadOnlyRoot(t *testing.T) {
 func unmountAll(t testing.TB, root string, paths ...string) {
 	t.Helper()
 	for _, path := range paths {
-		for unix.Unmount(filepath.Join(root, path), unix.MNT_DETACH) == nil {
+		var err error
+		for err == nil {
+			err = unix.Unmount(filepath.Join(root, path), unix.MNT_DETACH)
 		}
 	}
 }

@@ -98,7 +98,9 @@ func (r *run) isHashLinked(dir *os.File, c certificate) bool {
 			return false
 		}
 		found := false
-		_, err = scanPEM(strings.NewReader(data), func(b pemBlock) { found = found || b.valid && b.fingerprint == c.fingerprint })
+		_, err = scanPEM(strings.NewReader(data), func(b pemBlock) {
+			found = found || b.valid && b.fingerprint == c.fingerprint
+		})
 		if err == nil && found {
 			return true
 		}

@@ -15,6 +15,9 @@ func TestSubjectHash(t *testing.T) {
 	commonName := asn1.ObjectIdentifier{2, 5, 4, 3}
 	// value is a string of a type that Go does not make by itself.
 	value := func(tag int, bytes string) asn1.RawValue { return asn1.RawValue{Tag: tag, Bytes: []byte(bytes)} }
+	one := func(kind asn1.ObjectIdentifier, v asn1.RawValue) pkix.Name {
+		return pkix.Name{ExtraNames: []pkix.AttributeTypeAndValue{{Type: kind, Value: v}}}
+	}
 	names := map[string]pkix.Name{
 		"plain":          {CommonName: "mitmproxy", Organization: []string{"mitmproxy"}},
 		"case":           {CommonName: "ISRG Root X1", Country: []string{"US"}},
@@ -23,12 +26,10 @@ func TestSubjectHash(t *testing.T) {
 		"only spaces":    {CommonName: "   "},
 		"empty subject":  {},
 		"several values": {Organization: []string{"b", "A", "aa"}, OrganizationalUnit: []string{"z", "Y"}},
-		"T61":            {ExtraNames: []pkix.AttributeTypeAndValue{{Type: commonName, Value: value(asn1.TagT61String, "Caf\xe9 X")}}},
-		"BMP": {ExtraNames: []pkix.AttributeTypeAndValue{
-			{Type: commonName, Value: value(asn1.TagBMPString, "\x00A\x00 \x00 \x01\x50")},
-		}},
-		"IA5":     {ExtraNames: []pkix.AttributeTypeAndValue{{Type: commonName, Value: value(asn1.TagIA5String, " A@b")}}},
-		"numeric": {ExtraNames: []pkix.AttributeTypeAndValue{{Type: country, Value: value(asn1.TagNumericString, "1  2")}}},
+		"T61":            one(commonName, value(asn1.TagT61String, "Caf\xe9 X")),
+		"BMP":            one(commonName, value(asn1.TagBMPString, "\x00A\x00 \x00 \x01\x50")),
+		"IA5":            one(commonName, value(asn1.TagIA5String, " A@b")),
+		"numeric":        one(country, value(asn1.TagNumericString, "1  2")),
 	}
 	for name, subject := range names {
 		t.Run(name, func(t *testing.T) {

@@ -3,7 +3,7 @@ package truststore
 import (
 	"bytes"
 	"context"
-	"crypto/sha1" //nolint:gosec // the format's digest
+	"crypto/sha1"
 	"encoding/pem"
 	"os"
 	"os/exec"
@@ -113,7 +113,8 @@ func wantInKeytool(t *testing.T, keytool, file string, hasKey bool, want []strin
 
 func wantInOpenSSL(t *testing.T, file string, want []string) {
 	t.Helper()
-	out, err := exec.Command("openssl", "pkcs12", "-in", file, "-nokeys", "-legacy", "-passin", "pass:changeit").CombinedOutput()
+	args := []string{"pkcs12", "-in", file, "-nokeys", "-legacy", "-passin", "pass:changeit"}
+	out, err := exec.Command("openssl", args...).CombinedOutput()
 	if err != nil {
 		t.Fatalf("openssl: %v\n%s", err, out)
 	}
@@ -123,7 +124,9 @@ func wantInOpenSSL(t *testing.T, file string, want []string) {
 func wantInJKS(t *testing.T, data []byte, want []string) {
 	t.Helper()
 	got := make(map[fingerprint]bool)
-	_, err := scanJKS(bytes.NewReader(data), int64(len(data)-sha1.Size), func(e jksEntry) { got[e.fingerprint] = e.certificate })
+	_, err := scanJKS(bytes.NewReader(data), int64(len(data)-sha1.Size), func(e jksEntry) {
+		got[e.fingerprint] = e.certificate
+	})
 	if err != nil {
 		t.Fatal(err)
 	}

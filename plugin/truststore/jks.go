@@ -23,8 +23,8 @@ import (
 //	certificate: type (2 + n), from version 2 on, and DER (4 + n)
 //
 // The digest is SHA-1 of the password in UTF-16, "Mighty Aphrodite" and all before the digest. The certificates are not
-// encrypted, so entries can be added and dropped as bytes; those of others are copied as they are. JCEKS is the same but
-// for its magic and secret keys.
+// encrypted, so entries can be added and dropped as bytes; those of others are copied as they are. JCEKS is the same
+// but for its magic and secret keys.
 const (
 	magicJKS   = 0xfeedfeed
 	magicJCEKS = 0xcececece

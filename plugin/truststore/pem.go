@@ -79,7 +79,7 @@ func scanPEM(r io.Reader, visit func(pemBlock)) (pemScan, error) {
 		case inside && len(text)+len(trimmed) <= 2*maxCA:
 			text = append(text, trimmed...)
 		case inside: // longer than a certificate is
-			return scan, fmt.Errorf("reading the bundle at byte %d: a certificate is longer than %d bytes", start, maxCA)
+			return scan, fmt.Errorf("reading the bundle at byte %d: a certificate is longer than %d", start, maxCA)
 		default:
 			if marked = string(trimmed) == marker; marked {
 				start = at

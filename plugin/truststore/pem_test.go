@@ -33,7 +33,7 @@ func TestBundles(t *testing.T) {
 			want: strings.ReplaceAll(image, "CERTIFICATE", "TRUSTED CERTIFICATE") + marked + ca},
 		{name: "bad base64", bundle: "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n",
 			want: "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n" + marked + ca},
-		{name: "no end", bundle: image + "-----BEGIN CERTIFICATE-----\nAAAA\n", failed: "the last certificate has no end"},
+		{name: "no end", bundle: image + pemBegin + "\nAAAA\n", failed: "the last certificate has no end"},
 		{name: "binary", bundle: "\x30\x00\x01", failed: "not PEM"},
 		{name: "a long line", bundle: strings.Repeat("a", maxLine+1), failed: "a line is longer"},
 		{name: "a long certificate", bundle: pemBegin + strings.Repeat("\n"+strings.Repeat("A", 64), 4*maxCA/64),
@@ -48,7 +48,8 @@ func TestBundles(t *testing.T) {
 			if got := read(t, root, debianBundle); got != test.want {
 				t.Errorf("got\n%s\nwant\n%s", got, test.want)
 			}
-			if got := report.store(t, debianBundle).Error; (got == "") != (test.failed == "") || !strings.Contains(got, test.failed) {
+			got := report.store(t, debianBundle).Error
+			if (got == "") != (test.failed == "") || !strings.Contains(got, test.failed) {
 				t.Errorf("got the error %q, want %q", got, test.failed)
 			}
 		})

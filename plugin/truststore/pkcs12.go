@@ -351,7 +351,7 @@ func (m macData) key(safe []byte) (*macKey, error) {
 		return nil, nil //nolint:nilnil // no MAC, no key
 	}
 	if m.Iterations < 1 || m.Iterations > maxIterations {
-		return nil, fmt.Errorf("reading the MAC of the keystore: %d iterations, more than %d", m.Iterations, maxIterations)
+		return nil, fmt.Errorf("reading the MAC: %d iterations, not 1 to %d", m.Iterations, maxIterations)
 	}
 	for _, d := range digests {
 		if !d.oid.Equal(m.Mac.Algorithm.Algorithm) {

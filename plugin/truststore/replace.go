@@ -2,6 +2,7 @@ package truststore
 
 import (
 	"bufio"
+	"bytes"
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
@@ -145,7 +146,7 @@ func copyAttributes(f, old *os.File) {
 
 // writeFile makes a small file in a folder have some contents. It reports whether the file had them already.
 func writeFile(dir *os.File, name string, contents []byte) (present bool, err error) {
-	if current, err := readSmall(dir, name); err == nil && string(current) == string(contents) {
+	if current, err := readSmall(dir, name); err == nil && bytes.Equal(current, contents) {
 		return true, nil
 	}
 	err = writeBeside(dir, name, func(f *os.File) error {

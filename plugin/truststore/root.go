@@ -29,8 +29,8 @@ const (
 type root struct {
 	dir   *os.File
 	mount uint64
-	// descriptors is the folder of that name. A file is first opened as O_PATH, looked at, and then opened through this folder,
-	// so that it cannot be exchanged for a device in between.
+	// descriptors is the folder of that name. A file is first opened as O_PATH, looked at, and then opened through this
+	// folder, so that it cannot be exchanged for a device in between.
 	descriptors *os.File
 }
 
@@ -263,7 +263,8 @@ func eachEntry(dir *os.File, visit func(fs.DirEntry) bool) error {
 	for count := 0; ; {
 		entries, err := dir.ReadDir(256)
 		for _, e := range entries {
-			if count++; count > maxEntries {
+			count++
+			if count > maxEntries {
 				return fmt.Errorf("reading the folder %s: it has more than %d entries", dir.Name(), maxEntries)
 			}
 			if !visit(e) {
@@ -292,11 +293,11 @@ func (r *root) expand(patterns []string) []string {
 const maxMatches = 64
 
 func (r *root) expandOne(pattern string) []string {
-	star := strings.Index(pattern, "*")
-	if star < 0 {
+	before, _, ok := strings.Cut(pattern, "*")
+	if !ok {
 		return []string{pattern}
 	}
-	folder := pattern[:strings.LastIndex(pattern[:star], "/")+1]
+	folder, _ := path.Split(before)
 	wild, rest, _ := strings.Cut(pattern[len(folder):], "/")
 	dir, err := r.openFolder(folder, 0)
 	if err != nil {

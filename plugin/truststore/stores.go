@@ -62,8 +62,8 @@ var javaKeystores = []string{
 type anchor struct {
 	folder    string
 	extension string
-	// needs are paths of which one exists where the tools can come to read the folder. The folder is made if it does not
-	// exist: `apt-get install ca-certificates` in an image without stores is to find the CA.
+	// needs are paths of which one exists where the tools can come to read the folder. The folder is made if it does
+	// not exist: `apt-get install ca-certificates` in an image without stores is to find the CA.
 	needs []string
 }
 

@@ -122,7 +122,7 @@ func read(t testing.TB, name, path string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer f.Close()
+	defer func() { _ = f.Close() }() // only read
 	data, err := io.ReadAll(f)
 	if err != nil {
 		t.Fatal(err)

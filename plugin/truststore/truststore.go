@@ -372,7 +372,8 @@ func newCertificate(der []byte) (certificate, error) {
 	}
 	sum := fingerprint(sha256.Sum256(der))
 	text := append([]byte(marker+"\n"), pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})...)
-	return certificate{der: der, fingerprint: sum, hash: hash, name: fmt.Sprintf("%s%x", namePrefix, sum[:6]), pem: text}, nil
+	name := fmt.Sprintf("%s%x", namePrefix, sum[:6])
+	return certificate{der: der, fingerprint: sum, hash: hash, name: name, pem: text}, nil
 }
 
 // unique drops certificates that are there twice.
