@@ -22,6 +22,10 @@ var gitVersion = "dev"
 const callTimeout = 30 * time.Second
 
 func main() {
+	if len(os.Args) > 1 && os.Args[1] == "ca-hook" {
+		caHook(os.Args[2:], os.Stdin)
+		return
+	}
 	// The iptables tools are in these directories, and not every runtime has them in its PATH.
 	_ = os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin")
 	skel.PluginMainFuncs(

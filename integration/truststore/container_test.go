@@ -1,0 +1,205 @@
+package truststore
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"math/big"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// authority is a CA with a TLS server on the loopback interface.
+type authority struct {
+	pem []byte
+	url string
+}
+
+// newAuthority makes a CA, and starts a server whose certificate it has issued.
+func newAuthority(t *testing.T) authority {
+	t.Helper()
+	testbed.Run(t, "ip", "link", "set", "lo", "up")
+	caKey, ca := issue(t, "The proxy's CA", nil, nil)
+	key, leaf := issue(t, "localhost", caKey, ca)
+	server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		page := "hello"
+		if strings.HasSuffix(r.URL.Path, "/info/refs") { // the list of branches of a git repository
+			page = strings.Repeat("1", 40) + "\trefs/heads/hello\n"
+		}
+		_, _ = w.Write([]byte(page)) // a client that has gone fails by itself
+	}))
+	server.TLS = &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{leaf.Raw}, PrivateKey: key}}}
+	server.Config.ErrorLog = nil
+	server.StartTLS()
+	t.Cleanup(server.Close)
+	_, port, err := net.SplitHostPort(server.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return authority{
+		pem: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: ca.Raw}),
+		url: "https://localhost:" + port + "/",
+	}
+}
+
+// issue makes a certificate: one of a CA if there is no issuer, or else one of a server.
+func issue(
+	t *testing.T, name string, by *ecdsa.PrivateKey, issuer *x509.Certificate,
+) (*ecdsa.PrivateKey, *x509.Certificate) {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+		DNSNames: []string{name}, BasicConstraintsValid: true,
+	}
+	if issuer == nil {
+		template.IsCA, template.DNSNames, template.ExtKeyUsage = true, nil, nil
+		template.KeyUsage = x509.KeyUsageCertSign | x509.KeyUsageCRLSign
+		by, issuer = key, template
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, issuer, &key.PublicKey, by)
+	if err != nil {
+		t.Fatal(err)
+	}
+	parsed, err := x509.ParseCertificate(der)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return key, parsed
+}
+
+// container is an OCI bundle whose root is an overlay, as that of a runtime is. Only the overlay is written.
+type container struct {
+	t      *testing.T
+	bundle string
+	root   string
+}
+
+// kept are the folders of a machine's root that an image has.
+var kept = []string{"bin", "etc", "lib", "lib32", "lib64", "libx32", "opt", "sbin", "usr", "var"}
+
+// newContainer makes a container whose image is the file system at lower.
+func newContainer(t *testing.T, lower string) *container {
+	t.Helper()
+	dir := t.TempDir()
+	mount(t, "tmpfs", dir, "tmpfs", 0, "size=512m")
+	c := &container{t: t, bundle: dir, root: filepath.Join(dir, "rootfs")}
+	for _, folder := range []string{"rootfs", "upper", "work"} {
+		c.must(os.Mkdir(filepath.Join(dir, folder), 0o755))
+	}
+	c.hide(lower, filepath.Join(dir, "upper"))
+	mount(t, "overlay", c.root, "overlay", 0,
+		fmt.Sprintf("lowerdir=%s,upperdir=%s/upper,workdir=%s/work", lower, dir, dir))
+	for folder, fstype := range map[string]string{"proc": "proc", "dev": "tmpfs", "tmp": "tmpfs"} {
+		c.must(os.Mkdir(filepath.Join(c.root, folder), 0o755))
+		mount(t, fstype, filepath.Join(c.root, folder), fstype, 0, "")
+	}
+	for name, minor := range map[string]uint32{"null": 3, "random": 8, "urandom": 9} {
+		c.must(unix.Mknod(filepath.Join(c.root, "dev", name), unix.S_IFCHR|0o666, int(unix.Mkdev(1, minor))))
+		c.must(os.Chmod(filepath.Join(c.root, "dev", name), 0o666))
+	}
+	c.write("/etc/hosts", "127.0.0.1 localhost\n")
+	c.must(os.WriteFile(filepath.Join(dir, "config.json"), []byte(`{"root":{"path":"rootfs"}}`), 0o644))
+	return c
+}
+
+// hide makes the overlay hide the folders of the machine that no image has: a whiteout is a device 0:0.
+func (c *container) hide(lower, upper string) {
+	c.t.Helper()
+	entries, err := os.ReadDir(lower)
+	c.must(err)
+	for _, e := range entries {
+		if !slices.Contains(kept, e.Name()) {
+			c.must(unix.Mknod(filepath.Join(upper, e.Name()), unix.S_IFCHR, 0))
+		}
+	}
+}
+
+func (c *container) must(err error) {
+	c.t.Helper()
+	if err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func (c *container) write(path, content string) {
+	c.t.Helper()
+	full := filepath.Join(c.root, path)
+	c.must(os.MkdirAll(filepath.Dir(full), 0o755))
+	c.must(os.RemoveAll(full))
+	c.must(os.WriteFile(full, []byte(content), 0o644))
+}
+
+// command is a command in the container.
+func (c *container) command(env []string, args ...string) *exec.Cmd {
+	cmd := exec.Command("/usr/bin/env", append([]string{"-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/"},
+		append(env, args...)...)...)
+	cmd.Dir = "/"
+	cmd.SysProcAttr = &syscall.SysProcAttr{Chroot: c.root}
+	return cmd
+}
+
+// has reports whether the image has a program.
+func (c *container) has(program string) bool {
+	return c.command(nil, "sh", "-c", `command -v "$0"`, program).Run() == nil
+}
+
+// hook runs the hook as a runtime does, and returns its report.
+func (c *container) hook(ca []byte, args ...string) truststore.Report {
+	c.t.Helper()
+	caFile, report := filepath.Join(c.bundle, "ca.pem"), filepath.Join(c.bundle, "report.json")
+	c.must(os.WriteFile(caFile, ca, 0o600))
+	sluice := filepath.Join(testbed.Binaries(c.t), "sluice")
+	cmd := exec.Command(sluice, append([]string{"ca-hook", "--ca", caFile, "--report", report}, args...)...)
+	state := fmt.Sprintf(`{"ociVersion":"1.2.0","id":"c","status":"creating","bundle":%q}`, c.bundle)
+	cmd.Stdin = strings.NewReader(state)
+	cmd.Env = []string{}
+	start := time.Now()
+	out, err := cmd.CombinedOutput()
+	c.must(err)
+	data, err := os.ReadFile(report)
+	c.must(err)
+	usage, _ := cmd.ProcessState.SysUsage().(*syscall.Rusage)
+	c.t.Logf("hook: %s, %s of CPU, %d KiB at most\n%s", time.Since(start),
+		cmd.ProcessState.UserTime()+cmd.ProcessState.SystemTime(), usage.Maxrss, out)
+	var parsed truststore.Report
+	c.must(json.Unmarshal(data, &parsed))
+	return parsed
+}
+
+func mount(t *testing.T, source, target, fstype string, flags uintptr, data string) {
+	t.Helper()
+	if err := unix.Mount(source, target, fstype, flags, data); err != nil {
+		t.Fatalf("mounting %s: %v", target, err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(target, unix.MNT_DETACH); err != nil {
+			t.Errorf("unmounting %s: %v", target, err)
+		}
+	})
+}

@@ -1,0 +1,137 @@
+package truststore
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// TestHookNeverFails: a container starts whatever is wrong with the hook's input, and the log says what it is.
+func TestHookNeverFails(t *testing.T) {
+	ca := newAuthority(t)
+	dir := t.TempDir()
+	caFile := filepath.Join(dir, "ca.pem")
+	if err := os.WriteFile(caFile, ca.pem, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	noRoot, badConfig := t.TempDir(), t.TempDir()
+	for folder, config := range map[string]string{noRoot: `{"root":{"path":"missing"}}`, badConfig: `{`} {
+		if err := os.WriteFile(filepath.Join(folder, "config.json"), []byte(config), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, test := range []struct {
+		name, state, log string
+		args             []string
+	}{
+		{"no arguments", "", "--ca is missing", nil},
+		{"an unknown flag", "", "flag provided but not defined", []string{"--what"}},
+		{"one argument too many", "", "unexpected argument", []string{"--ca", caFile, "more"}},
+		{"no state", "", "reading the state", []string{"--ca", caFile}},
+		{"a state that is no JSON", "hello", "reading the state", []string{"--ca", caFile}},
+		{"a relative bundle", `{"bundle":"x"}`, "is not an absolute path", []string{"--ca", caFile}},
+		{"no configuration", fmt.Sprintf(`{"bundle":%q}`, dir), "reading the configuration", []string{"--ca", caFile}},
+		{"a broken configuration", fmt.Sprintf(`{"bundle":%q}`, badConfig), "parsing the configuration",
+			[]string{"--ca", caFile}},
+		{"no root", fmt.Sprintf(`{"bundle":%q}`, noRoot), "opening the root", []string{"--ca", caFile}},
+		{"no CA", fmt.Sprintf(`{"bundle":%q}`, noRoot), "reading the CA", []string{"--ca", dir + "/missing"}},
+		{"a report that cannot be written", "{}", "writing the report",
+			[]string{"--ca", caFile, "--report", dir + "/missing/report"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			sluice := filepath.Join(testbed.Binaries(t), "sluice")
+			cmd := exec.Command(sluice, append([]string{"ca-hook"}, test.args...)...)
+			cmd.Stdin = strings.NewReader(test.state)
+			out, err := cmd.CombinedOutput()
+			if err != nil || !strings.Contains(string(out), test.log) {
+				t.Errorf("got %v and the log %q, want %q in it", err, out, test.log)
+			}
+		})
+	}
+}
+
+// TestHookGivesUp: a runtime that never writes the state holds the container up for a second only.
+func TestHookGivesUp(t *testing.T) {
+	ca := filepath.Join(t.TempDir(), "ca.pem")
+	if err := os.WriteFile(ca, newAuthority(t).pem, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(filepath.Join(testbed.Binaries(t), "sluice"), "ca-hook", "--ca", ca)
+	reader, writer, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = errors.Join(reader.Close(), writer.Close()) }) // until then the standard input stays open
+	cmd.Stdin = reader
+	if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), "deadline exceeded") {
+		t.Errorf("got %v and the log %q", err, out)
+	}
+}
+
+// TestFallbackBundle: the file that environment variables name gets the roots of the image and the CA.
+func TestFallbackBundle(t *testing.T) {
+	ca := newAuthority(t)
+	c := newContainer(t, "/")
+	const fallback = "/var/lib/fallback/ca.pem"
+	c.write(fallback, string(ca.pem))
+	report := c.hook(ca.pem, "--bundle", fallback)
+	t.Cleanup(func() { testbed.Run(t, "umount", filepath.Join(c.root, fallback)) })
+	if report.State != truststore.Trusted {
+		t.Errorf("got %+v", report)
+	}
+	own, err := os.ReadFile(filepath.Join(c.root, "/etc/ssl/certs/ca-certificates.crt"))
+	c.must(err)
+	got, err := os.ReadFile(filepath.Join(c.root, fallback))
+	c.must(err)
+	if !bytes.Equal(got, own) || !bytes.Contains(got, ca.pem) {
+		t.Errorf("the fallback is not the image's bundle with the CA: %d and %d bytes", len(got), len(own))
+	}
+}
+
+// TestOtherLayouts: Go finds the CA in the bundles of other distributions, and openssl in their directories.
+func TestOtherLayouts(t *testing.T) {
+	ca := newAuthority(t)
+	for name, place := range map[string]struct{ bundle, directory string }{
+		"like Alpine": {bundle: "/etc/ssl/cert.pem", directory: "/etc/ssl/certs"},
+		"like RHEL": {
+			bundle:    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+			directory: "/etc/pki/ca-trust/extracted/pem/directory-hash",
+		},
+		"like SUSE": {bundle: "/var/lib/ca-certificates/ca-bundle.pem", directory: "/var/lib/ca-certificates/pem"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newContainer(t, "/")
+			c.equip()
+			bundle, err := os.ReadFile(filepath.Join(c.root, "/etc/ssl/certs/ca-certificates.crt"))
+			c.must(err)
+			c.must(os.RemoveAll(filepath.Join(c.root, "/etc/ssl/certs")))
+			c.write(place.bundle, string(bundle))
+			c.write(place.directory+"/11112222.0", string(bundle))
+			if strings.HasPrefix(place.bundle, "/var") { // SUSE links to it
+				c.must(os.Symlink("../../"+place.bundle, filepath.Join(c.root, "/etc/ssl/ca-bundle.pem")))
+			}
+			present := []client{
+				goGet,
+				{name: "openssl, a bundle", args: sClient("-no-CApath -no-CAstore -CAfile " + place.bundle)},
+				{name: "openssl, a directory", args: sClient("-no-CAfile -no-CAstore -CApath " + place.directory)},
+			}
+			for _, client := range present {
+				if out, ok := c.try(client, ca.url); ok {
+					t.Errorf("%s trusts the CA before the hook: %s", client.name, out)
+				}
+			}
+			if report := c.hook(ca.pem); report.State != truststore.Trusted {
+				t.Errorf("got %+v", report)
+			}
+			c.wantTrust(present, ca.url)
+		})
+	}
+}

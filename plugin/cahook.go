@@ -1,0 +1,194 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"time"
+
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+const (
+	// caHookTimeout is a second less than the two that the runtime gives the hook.
+	caHookTimeout = time.Second
+	// caHookMemory is a soft limit. The hook runs in the container's cgroup, whose limit may be small.
+	caHookMemory = 10 << 20
+	// caHookThreads bounds the CPUs that the hook uses.
+	caHookThreads = 2
+	// maxHookInput bounds the state of the container and its configuration, as the runtime gives them.
+	maxHookInput = 4 << 20
+)
+
+const caHookUsage = `usage: sluice ca-hook --ca FILE [--report FILE] [--bundle FILE]
+
+An OCI createContainer hook: adds the CA certificates in FILE to the trust stores in the container's root. It reads the
+container's state from standard input, and its exit code is always 0: a container starts without the CA rather than not.
+
+`
+
+// caHook runs the hook. It returns in time and without an error, because the runtime does not start a container whose
+// hook fails.
+func caHook(args []string, state io.Reader) {
+	debug.SetMemoryLimit(caHookMemory)
+	debug.SetGCPercent(20)
+	runtime.GOMAXPROCS(caHookThreads)
+	ctx, cancel := context.WithTimeout(context.Background(), caHookTimeout)
+	defer cancel()
+
+	hook, err := parseCAHook(args)
+	if errors.Is(err, flag.ErrHelp) {
+		return
+	}
+	if err != nil {
+		logf("ca-hook: %s", err)
+		return
+	}
+	report := hook.run(ctx, state)
+	for _, s := range report.Stores {
+		if s.Error != "" {
+			logf("ca-hook: %s %s: %s", s.Kind, s.Path, s.Error)
+		}
+	}
+	if report.Unsearched != "" {
+		logf("ca-hook: %s", report.Unsearched)
+	}
+	if report.Error != "" {
+		logf("ca-hook: %s", report.Error)
+	}
+	if err := hook.writeReport(report); err != nil {
+		logf("ca-hook: %s", err)
+	}
+}
+
+// caHookArgs are the arguments of the hook.
+type caHookArgs struct {
+	ca     string // on the host
+	report string // on the host
+	bundle string // in the container
+}
+
+func parseCAHook(args []string) (caHookArgs, error) {
+	var hook caHookArgs
+	flags := flag.NewFlagSet("ca-hook", flag.ContinueOnError)
+	flags.StringVar(&hook.ca, "ca", "", "`FILE` on the host with the CA certificates in PEM")
+	flags.StringVar(&hook.report, "report", "", "`FILE` on the host to write the report to, as JSON")
+	flags.StringVar(&hook.bundle, "bundle", "",
+		"`FILE` in the container with a fallback bundle; the container's own bundle is mounted over it")
+	flags.Usage = func() {
+		fmt.Fprint(flags.Output(), caHookUsage)
+		flags.PrintDefaults()
+	}
+	if err := flags.Parse(args); err != nil {
+		return hook, fmt.Errorf("reading the arguments: %w", err)
+	}
+	if flags.NArg() > 0 {
+		return hook, fmt.Errorf("reading the arguments: unexpected argument %q", flags.Arg(0))
+	}
+	if hook.ca == "" {
+		return hook, errors.New("reading the arguments: --ca is missing")
+	}
+	return hook, nil
+}
+
+// run adds the CA. Whatever goes wrong is in the report.
+func (h caHookArgs) run(ctx context.Context, state io.Reader) truststore.Report {
+	root, err := containerRoot(ctx, state)
+	if err != nil {
+		return truststore.Report{State: truststore.Unknown, Error: err.Error()}
+	}
+	ca, err := readBounded(h.ca)
+	if err != nil {
+		return truststore.Report{State: truststore.Unknown, Error: fmt.Errorf("reading the CA: %w", err).Error()}
+	}
+	return truststore.Add(ctx, root, ca, truststore.Options{Fallback: h.bundle})
+}
+
+// containerRoot reads the state of the container from the runtime and returns the path of its root (runtime-spec,
+// runtime.md and config.md).
+func containerRoot(ctx context.Context, input io.Reader) (string, error) {
+	var state struct {
+		Bundle string `json:"bundle"`
+	}
+	if err := decodeInTime(ctx, input, &state); err != nil {
+		return "", fmt.Errorf("reading the state of the container: %w", err)
+	}
+	if !filepath.IsAbs(state.Bundle) {
+		return "", fmt.Errorf("reading the state of the container: the bundle %q is not an absolute path", state.Bundle)
+	}
+	data, err := readBounded(filepath.Join(state.Bundle, "config.json"))
+	if err != nil {
+		return "", fmt.Errorf("reading the configuration of the container: %w", err)
+	}
+	var config struct {
+		Root struct {
+			Path string `json:"path"`
+		} `json:"root"`
+	}
+	if err := json.Unmarshal(data, &config); err != nil {
+		return "", fmt.Errorf("parsing the configuration of the container: %w", err)
+	}
+	if config.Root.Path == "" {
+		return "", errors.New("parsing the configuration of the container: it has no root.path")
+	}
+	if filepath.IsAbs(config.Root.Path) {
+		return config.Root.Path, nil
+	}
+	return filepath.Join(state.Bundle, config.Root.Path), nil
+}
+
+// decodeInTime decodes JSON from a pipe whose writer may not write.
+func decodeInTime(ctx context.Context, input io.Reader, value any) error {
+	done := make(chan error, 1)
+	go func() { done <- json.NewDecoder(io.LimitReader(input, maxHookInput)).Decode(value) }()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func readBounded(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }() // only read
+	data, err := io.ReadAll(io.LimitReader(f, maxHookInput+1))
+	if err == nil && len(data) > maxHookInput {
+		err = fmt.Errorf("%s has more than %d bytes", path, maxHookInput)
+	}
+	return data, err
+}
+
+// writeReport replaces the report by rename, so that no reader sees a part of it.
+func (h caHookArgs) writeReport(report truststore.Report) error {
+	if h.report == "" {
+		return nil
+	}
+	data, err := json.Marshal(report)
+	if err != nil {
+		return fmt.Errorf("encoding the report: %w", err)
+	}
+	f, err := os.CreateTemp(filepath.Dir(h.report), ".ca-hook-*")
+	if err != nil {
+		return fmt.Errorf("writing the report: %w", err)
+	}
+	_, err = f.Write(data)
+	err = errors.Join(err, f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), h.report)
+	}
+	if err != nil {
+		return errors.Join(fmt.Errorf("writing the report: %w", err), os.Remove(f.Name()))
+	}
+	return nil
+}

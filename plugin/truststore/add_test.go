@@ -1,0 +1,359 @@
+package truststore
+
+import (
+	"bytes"
+	"crypto/x509/pkix"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	debianBundle = "/etc/ssl/certs/ca-certificates.crt"
+	debianAnchor = "/usr/local/share/ca-certificates"
+	rhelBundle   = "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem"
+	rhelAnchor   = "/etc/pki/ca-trust/source/anchors"
+	certs        = "/etc/ssl/certs"
+)
+
+func TestLayouts(t *testing.T) {
+	image := string(caNamed(t, "image"))
+	for _, test := range []struct {
+		name  string
+		files map[string]string
+		want  map[string]Action
+		state State
+	}{
+		{
+			name: "Debian",
+			files: map[string]string{
+				debianBundle: image, certs + "/11112222.0": "-> image.pem", certs + "/image.pem": image,
+				"/usr/bin/dpkg": "", "/usr/lib/ssl/cert.pem": "-> " + debianBundle, debianAnchor + "/": "",
+			},
+			want:  map[string]Action{debianBundle: Appended, certs: Appended, debianAnchor: Appended},
+			state: Trusted,
+		},
+		{
+			name:  "Debian without ca-certificates",
+			files: map[string]string{"/usr/bin/dpkg": "", "/usr/lib/ssl/cert.pem": "-> " + debianBundle},
+			want:  map[string]Action{debianAnchor: Appended},
+			state: Unknown,
+		},
+		{
+			name: "Alpine",
+			files: map[string]string{
+				debianBundle: image, "/etc/ssl/cert.pem": "-> certs/ca-certificates.crt", "/sbin/apk": "",
+			},
+			want:  map[string]Action{debianBundle: Appended, debianAnchor: Appended},
+			state: Trusted,
+		},
+		{
+			name: "RHEL",
+			files: map[string]string{
+				rhelBundle: image, "/etc/pki/tls/certs/ca-bundle.crt": "-> " + rhelBundle, rhelAnchor + "/": "",
+				"/etc/pki/tls/cert.pem": "-> certs/ca-bundle.crt", "/etc/ssl/certs": "-> ../pki/tls/certs",
+			},
+			want:  map[string]Action{"/etc/pki/tls/certs/ca-bundle.crt": Appended, rhelAnchor: Appended},
+			state: Trusted,
+		},
+		{
+			name: "SUSE",
+			files: map[string]string{
+				"/var/lib/ca-certificates/ca-bundle.pem":      image,
+				"/etc/ssl/ca-bundle.pem":                      "-> ../../var/lib/ca-certificates/ca-bundle.pem",
+				"/var/lib/ca-certificates/pem/11112222.0":     image,
+				"/etc/ssl/certs":                              "-> ../../var/lib/ca-certificates/pem",
+				"/etc/pki/trust/anchors/":                     "",
+				"/var/lib/ca-certificates/openssl/33334444.0": image,
+			},
+			want: map[string]Action{
+				"/etc/ssl/ca-bundle.pem": Appended, certs: Appended, "/var/lib/ca-certificates/pem": Present,
+				"/var/lib/ca-certificates/openssl": Appended, "/etc/pki/trust/anchors": Appended,
+			},
+			state: Trusted,
+		},
+		{
+			name:  "distroless",
+			files: map[string]string{debianBundle: image},
+			want:  map[string]Action{debianBundle: Appended},
+			state: Trusted,
+		},
+		{
+			name:  "busybox",
+			files: map[string]string{"/bin/busybox": "", "/etc/": ""},
+			want:  map[string]Action{},
+			state: Unknown,
+		},
+		{
+			name: "virtual environments",
+			files: map[string]string{
+				"/opt/venv/lib/python3.12/site-packages/certifi/cacert.pem":                                 image,
+				"/usr/lib/python3/dist-packages/pip/_vendor/certifi/cacert.pem":                             image,
+				"/home/u/app/.venv/lib/python3.12/site-packages/certifi/cacert.pem":                         image,
+				"/root/.pyenv/versions/3.12.1/lib/python3.12/site-packages/certifi/cacert.pem":              image,
+				"/home/u/app/node_modules/x/site-packages/certifi/cacert.pem":                               image,
+				"/usr/local/aws-cli/v2/2.1.0/dist/awscli/botocore/cacert.pem":                               image,
+				"/root/.local/share/uv/python/cpython-3.12/lib/python3.12/site-packages/certifi/cacert.pem": image,
+				"/a/b/c/d/e/f/g/h/i/j/site-packages/certifi/cacert.pem":                                     image,
+			},
+			want: map[string]Action{
+				"/opt/venv/lib/python3.12/site-packages/certifi/cacert.pem":                                 Appended,
+				"/usr/lib/python3/dist-packages/pip/_vendor/certifi/cacert.pem":                             Appended,
+				"/home/u/app/.venv/lib/python3.12/site-packages/certifi/cacert.pem":                         Appended,
+				"/root/.pyenv/versions/3.12.1/lib/python3.12/site-packages/certifi/cacert.pem":              Appended,
+				"/usr/local/aws-cli/v2/2.1.0/dist/awscli/botocore/cacert.pem":                               Appended,
+				"/root/.local/share/uv/python/cpython-3.12/lib/python3.12/site-packages/certifi/cacert.pem": Appended,
+			},
+			state: Trusted,
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			root := tree(t, test.files)
+			ca := caNamed(t, "proxy")
+			report := add(t, root, ca)
+			wantState(t, report, test.state)
+			if len(report.Stores) != len(test.want) {
+				t.Errorf("got %d stores, want %d: %+v", len(report.Stores), len(test.want), report.Stores)
+			}
+			for path, action := range test.want {
+				wantAction(t, report, path, action)
+			}
+			for _, s := range report.Stores {
+				if s.Kind == Bundle || s.Kind == Certifi {
+					wantCertificates(t, read(t, root, s.Path), []byte(image), ca)
+				}
+			}
+			for _, s := range add(t, root, ca).Stores {
+				if s.Action != Present {
+					t.Errorf("%s, a second time: got %s (%s), want present", s.Path, s.Action, s.Error)
+				}
+			}
+		})
+	}
+}
+
+func TestRotation(t *testing.T) {
+	image, first, second := caNamed(t, "image"), caNamed(t, "root 1"), caNamed(t, "root 2")
+	root := tree(t, map[string]string{
+		debianBundle: string(image), certs + "/11112222.0": string(image), debianAnchor + "/": "",
+	})
+	add(t, root, first)
+	add(t, root, append(append([]byte{}, first...), second...))
+	wantCertificates(t, read(t, root, debianBundle), image, first, second)
+	wantState(t, add(t, root, second), Trusted)
+	wantCertificates(t, read(t, root, debianBundle), image, second)
+	for _, folder := range []string{certs, debianAnchor} {
+		if names := oursIn(t, root, folder); len(names) != 1 {
+			t.Errorf("files of ours in %s: got %v, want one", folder, names)
+		}
+	}
+}
+
+// TestRotationOfAnUnmarkedCopy: update-ca-trust copies an anchor into its bundles without the marker.
+func TestRotationOfAnUnmarkedCopy(t *testing.T) {
+	image, first, second := caNamed(t, "image"), caNamed(t, "root 1"), caNamed(t, "root 2")
+	root := tree(t, map[string]string{rhelBundle: string(image), rhelAnchor + "/": ""})
+	add(t, root, first)
+	extracted := append(bytes.Clone(image), first...)
+	if err := os.WriteFile(filepath.Join(root, rhelBundle), extracted, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	add(t, root, second)
+	wantCertificates(t, read(t, root, rhelBundle), image, second)
+}
+
+// TestRotationOfOneSubject: certificates of one subject have one hash, and OpenSSL stops at the first missing number.
+func TestRotationOfOneSubject(t *testing.T) {
+	name := pkix.Name{CommonName: "mitmproxy", Organization: []string{"mitmproxy"}}
+	first, second, third := newCA(t, name), newCA(t, name), newCA(t, name)
+	root := tree(t, map[string]string{certs + "/11112222.0": ""})
+	parsed, err := parseCA(first)
+	if err != nil {
+		t.Fatal(err)
+	}
+	add(t, root, append(append([]byte{}, first...), second...))
+	add(t, root, append(append([]byte{}, second...), third...))
+	var got strings.Builder
+	for _, number := range []string{".0", ".1"} {
+		got.WriteString(read(t, root, certs+"/"+parsed[0].hash+number))
+	}
+	wantCertificates(t, got.String(), second, third)
+	if _, err := os.Lstat(filepath.Join(root, certs, parsed[0].hash+".2")); !os.IsNotExist(err) {
+		t.Errorf("a third link: got %v, want none", err)
+	}
+}
+
+func TestOwnerModeAttributesAndLinksStay(t *testing.T) {
+	root := tree(t, map[string]string{
+		"/usr/share/store/bundle.pem": string(caNamed(t, "image")),
+		debianBundle:                  "-> ../../../usr/share/store/bundle.pem",
+	})
+	file := filepath.Join(root, "/usr/share/store/bundle.pem")
+	if err := os.Chown(file, 1234, 4321); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(file, 0o640); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setxattr(file, "user.note", []byte("kept"), 0); err != nil {
+		t.Fatal(err)
+	}
+	wantAction(t, add(t, root, caNamed(t, "proxy")), debianBundle, Appended)
+	target, err := os.Readlink(filepath.Join(root, debianBundle))
+	if err != nil || !strings.HasSuffix(target, "bundle.pem") {
+		t.Errorf("the link: got %q, %v", target, err)
+	}
+	var info unix.Stat_t
+	if err := unix.Stat(file, &info); err != nil {
+		t.Fatal(err)
+	}
+	if info.Uid != 1234 || info.Gid != 4321 || info.Mode&0o7777 != 0o640 {
+		t.Errorf("got owner %d:%d, mode %o", info.Uid, info.Gid, info.Mode)
+	}
+	value := make([]byte, 16)
+	n, err := unix.Getxattr(file, "user.note", value)
+	if err != nil || string(value[:n]) != "kept" {
+		t.Errorf("the attribute: got %q, %v", value[:max(n, 0)], err)
+	}
+}
+
+func TestReadOnlyRoot(t *testing.T) {
+	image, first, second := caNamed(t, "image"), caNamed(t, "root 1"), caNamed(t, "root 2")
+	root := tree(t, map[string]string{
+		debianBundle: string(image), certs + "/11112222.0": "-> image.pem", certs + "/image.pem": string(image),
+		certs + "/java/other": "x", rhelBundle: string(image),
+	})
+	readOnly(t, root)
+	report := add(t, root, first)
+	wantState(t, report, Trusted)
+	wantAction(t, report, rhelBundle, Bound)
+	wantAction(t, report, debianBundle, Bound)
+	wantAction(t, report, certs, Bound)
+	for _, path := range []string{rhelBundle, debianBundle} {
+		wantCertificates(t, read(t, root, path), image, first)
+	}
+	if got := read(t, root, certs+"/java/other"); got != "x" {
+		t.Errorf("a file below the directory: got %q", got)
+	}
+	wantCertificates(t, read(t, root, certs+"/11112222.0"), image)
+	for _, s := range add(t, root, first).Stores {
+		if s.Action != Present {
+			t.Errorf("%s, a second time: got %s (%s), want present", s.Path, s.Action, s.Error)
+		}
+	}
+	wantState(t, add(t, root, second), Trusted)
+	wantCertificates(t, read(t, root, rhelBundle), image, second)
+	if err := os.WriteFile(filepath.Join(root, rhelBundle), nil, 0o644); err == nil {
+		t.Error("the mounted copy can be written")
+	}
+	t.Cleanup(func() { unmountAll(t, root, rhelBundle, debianBundle, certs) })
+}
+
+// unmountAll takes away the mounts that Add has made.
+func unmountAll(t testing.TB, root string, paths ...string) {
+	t.Helper()
+	for _, path := range paths {
+		var err error
+		for err == nil {
+			err = unix.Unmount(filepath.Join(root, path), unix.MNT_DETACH)
+		}
+	}
+}
+
+func TestVolumeIsNotWritten(t *testing.T) {
+	image, ca := caNamed(t, "image"), caNamed(t, "proxy")
+	volume := tree(t, map[string]string{"tls-ca-bundle.pem": string(image)})
+	packages := tree(t, map[string]string{"site-packages/certifi/cacert.pem": string(image)})
+	root := tree(t, map[string]string{
+		"/etc/pki/ca-trust/extracted/pem/": "", "/data/": "", debianAnchor + "/": "", debianBundle: string(image),
+	})
+	mount(t, volume, filepath.Join(root, "/etc/pki/ca-trust/extracted/pem"), "", unix.MS_BIND, "")
+	mount(t, packages, filepath.Join(root, "/data"), "", unix.MS_BIND, "")
+	mount(t, t.TempDir(), filepath.Join(root, debianAnchor), "", unix.MS_BIND, "")
+	report := add(t, root, ca)
+	wantAction(t, report, rhelBundle, Bound)
+	wantAction(t, report, debianBundle, Appended)
+	wantAction(t, report, debianAnchor, Failed)
+	wantState(t, report, Trusted)
+	wantCertificates(t, read(t, root, rhelBundle), image, ca)
+	unmountAll(t, root, rhelBundle)
+	wantCertificates(t, read(t, volume, "tls-ca-bundle.pem"), image)
+	wantCertificates(t, read(t, packages, "site-packages/certifi/cacert.pem"), image)
+	if names := oursIn(t, root, debianAnchor); len(names) != 0 {
+		t.Errorf("files in a volume: %v", names)
+	}
+}
+
+func TestFallback(t *testing.T) {
+	image, ca := caNamed(t, "image"), caNamed(t, "proxy")
+	const fallback = "/run/sluice/bundle.pem"
+	t.Run("the image has a bundle", func(t *testing.T) {
+		root := tree(t, map[string]string{debianBundle: string(image), fallback: string(ca)})
+		report := addWith(t, root, ca, Options{Fallback: fallback})
+		t.Cleanup(func() { unmountAll(t, root, fallback) })
+		wantState(t, report, Trusted)
+		wantAction(t, report, fallback, Bound)
+		wantCertificates(t, read(t, root, fallback), image, ca)
+	})
+	t.Run("the root is read-only", func(t *testing.T) {
+		root := tree(t, map[string]string{debianBundle: string(image), fallback: string(ca)})
+		readOnly(t, root)
+		t.Cleanup(func() { unmountAll(t, root, fallback, debianBundle) })
+		report := addWith(t, root, ca, Options{Fallback: fallback})
+		wantAction(t, report, debianBundle, Bound)
+		wantAction(t, report, fallback, Bound)
+		wantCertificates(t, read(t, root, fallback), image, ca)
+	})
+	t.Run("the image has none", func(t *testing.T) {
+		root := tree(t, map[string]string{fallback: string(ca)})
+		wantState(t, addWith(t, root, ca, Options{Fallback: fallback}), FilesOnly)
+		wantCertificates(t, read(t, root, fallback), ca)
+	})
+}
+
+// TestPresentInTheImage: a CA that the image has is neither added nor, later, removed.
+func TestPresentInTheImage(t *testing.T) {
+	ca := caNamed(t, "proxy")
+	root := tree(t, map[string]string{debianBundle: string(ca)})
+	wantAction(t, add(t, root, ca), debianBundle, Present)
+	other := caNamed(t, "other")
+	add(t, root, other)
+	wantCertificates(t, read(t, root, debianBundle), ca, other)
+}
+
+func TestRefusedCA(t *testing.T) {
+	root := tree(t, map[string]string{debianBundle: ""})
+	for name, ca := range map[string]string{
+		"nothing":  "",
+		"no PEM":   "hello",
+		"a key":    "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
+		"no DER":   "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+		"too many": strings.Repeat("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", maxCAs+1),
+	} {
+		t.Run(name, func(t *testing.T) {
+			report := add(t, root, []byte(ca))
+			wantState(t, report, Unknown)
+			if !strings.HasPrefix(report.Error, "reading the CA: ") || read(t, root, debianBundle) != "" {
+				t.Errorf("got %+v", report)
+			}
+		})
+	}
+}
+
+func oursIn(t testing.TB, root, folder string) []string {
+	t.Helper()
+	entries, err := os.ReadDir(filepath.Join(root, folder))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, e := range entries {
+		if strings.Contains(e.Name(), namePrefix) {
+			names = append(names, e.Name())
+		}
+	}
+	return names
+}

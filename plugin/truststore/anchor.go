@@ -1,0 +1,162 @@
+package truststore
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// formerAnchors returns the fingerprints of the anchors that an earlier run has left and that are not wanted any more.
+func (r *run) formerAnchors() map[fingerprint]bool {
+	former := make(map[fingerprint]bool)
+	for _, a := range anchors {
+		dir, err := r.root.openFolder(a.folder, 0)
+		if err != nil {
+			continue // addAnchors reports it
+		}
+		for _, name := range ours(dir, a.extension) {
+			data, err := readSmall(dir, name)
+			if err != nil {
+				continue
+			}
+			_, _ = scanPEM(bytes.NewReader(data), func(b pemBlock) { // a damaged anchor is replaced
+				if b.valid && b.marked && !r.isWanted(b.fingerprint) {
+					former[b.fingerprint] = true
+				}
+			})
+		}
+		_ = dir.Close() // only read
+	}
+	return former
+}
+
+// addAnchors writes the anchors of the distributions whose tools the container has.
+func (r *run) addAnchors() {
+	for _, a := range anchors {
+		action, err := r.addAnchor(a)
+		if action != "" || err != nil {
+			r.note(a.folder, Anchor, action, err)
+		}
+	}
+}
+
+// addAnchor returns no action where the distribution's tools cannot be expected.
+func (r *run) addAnchor(a anchor) (Action, error) {
+	if !r.root.hasOne(append(a.needs, a.folder)) {
+		return "", nil
+	}
+	dir, err := r.root.makeFolder(a.folder)
+	if err != nil {
+		return Failed, err
+	}
+	defer func() { _ = dir.Close() }() // its files are closed
+	info, err := statFD(dir)
+	if err != nil {
+		return Failed, err
+	}
+	if info.Mnt_id != r.root.mount {
+		return Failed, fmt.Errorf("%s is on another mount than the root, and is not written", a.folder)
+	}
+	action := Present
+	for _, name := range ours(dir, a.extension) {
+		if !r.isNameWanted(strings.TrimSuffix(name, a.extension)) {
+			if err := remove(dir, name); err != nil {
+				return Failed, err
+			}
+			action = Appended
+		}
+	}
+	for _, c := range r.wanted {
+		present, err := writeFile(dir, c.name+a.extension, c.pem)
+		if err != nil {
+			return Failed, err
+		}
+		if !present {
+			action = Appended
+		}
+	}
+	return action, nil
+}
+
+// ours returns the names of our files in a folder.
+func ours(dir *os.File, extension string) []string {
+	var names []string
+	_ = eachEntry(dir, func(e fs.DirEntry) bool { // a folder with too many entries has been read in part
+		if strings.HasPrefix(e.Name(), namePrefix) && strings.HasSuffix(e.Name(), extension) {
+			names = append(names, e.Name())
+		}
+		return true
+	})
+	return names
+}
+
+func (r *run) isNameWanted(name string) bool {
+	for _, c := range r.wanted {
+		if c.name == name {
+			return true
+		}
+	}
+	return false
+}
+
+func remove(dir *os.File, name string) error {
+	if err := unix.Unlinkat(int(dir.Fd()), name, 0); err != nil && !errors.Is(err, unix.ENOENT) {
+		return &fs.PathError{Op: "remove", Path: dir.Name() + "/" + name, Err: err}
+	}
+	return nil
+}
+
+// hasOne reports whether one of the paths exists.
+func (r *root) hasOne(paths []string) bool {
+	for _, p := range paths {
+		f, err := r.openat2(p, unix.O_PATH, 0)
+		if err == nil {
+			_ = f.Close() // a descriptor that was only looked through
+			return true
+		}
+	}
+	return false
+}
+
+// makeFolder opens a folder, and makes it and the folders above it where they are missing.
+func (r *root) makeFolder(name string) (*os.File, error) {
+	for i := 1; i <= len(name); i++ {
+		if i < len(name) && name[i] != '/' {
+			continue
+		}
+		if r.hasOne([]string{name[:i]}) {
+			continue
+		}
+		slash := strings.LastIndexByte(name[:i], '/')
+		above, err := r.openat2(name[:slash+1], unix.O_PATH|unix.O_DIRECTORY, 0)
+		if err != nil {
+			return nil, err
+		}
+		err = makeOne(r, above, name[slash+1:i])
+		_ = above.Close() // a descriptor that was only looked through
+		if err != nil {
+			return nil, err
+		}
+	}
+	return r.openFolder(name, 0)
+}
+
+// makeOne makes a folder, but not on a volume.
+func makeOne(r *root, above *os.File, name string) error {
+	info, err := statFD(above)
+	if err != nil {
+		return err
+	}
+	if info.Mnt_id != r.mount {
+		return fmt.Errorf("%s is on another mount than the root, and is not written", above.Name())
+	}
+	if err := unix.Mkdirat(int(above.Fd()), name, 0o755); err != nil {
+		return &fs.PathError{Op: "mkdir", Path: above.Name() + name, Err: err}
+	}
+	return nil
+}
