@@ -53,7 +53,7 @@ shellcheck            shellcheck
 "
 optional='' version=''
 case ${1-} in
-test) wanted=$common$test$mitmproxy version=default ;;
+test) wanted=$common$test$mitmproxy version="default 8.1.1" ;;
 test-mitmproxy) wanted=$common$test$mitmproxy$debian13 ;;
 lint) wanted=$lint ;;
 demo) wanted=$common optional=$mitmproxy version=default ;;

@@ -30,14 +30,21 @@ var (
 	}
 
 	mitmproxyByConnect = upstream{
-		"mitmproxy connect", "connect", func(n *testbed.Node) { testbed.StartMitmdump(n) }, true,
+		"mitmproxy connect", "connect", func(n *testbed.Node) { startOldMitmdump(n) }, true,
 	}
 	mitmproxyBySOCKS5 = upstream{
-		"mitmproxy socks5", "socks5", func(n *testbed.Node) { testbed.StartMitmdump(n, "--mode", "socks5") }, true,
+		"mitmproxy socks5", "socks5", func(n *testbed.Node) { startOldMitmdump(n, "--mode", "socks5") }, true,
 	}
 
 	upstreams = []upstream{connectProxy, socks5Proxy, mitmproxyByConnect, mitmproxyBySOCKS5}
 )
+
+// startOldMitmdump starts 8.1.1, the newest that is seen to carry a half-close over SOCKS5: 11.0.2 ends such a
+// connection with the server's side, and loses the rest.
+func startOldMitmdump(n *testbed.Node, args ...string) {
+	n.MitmproxyVersion = "8.1.1"
+	testbed.StartMitmdump(n, args...)
+}
 
 // relayNode is a node with a daemon and one of these upstreams, for any number of pods.
 type relayNode struct {
