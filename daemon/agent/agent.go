@@ -83,9 +83,7 @@ func New(c Config) *Agent {
 		orchestrator: c.Orchestrator, events: events, settler: settler{c.Orchestrator, events, c.Store, c.Log},
 		upstream: c.Upstream, table: c.Table, store: c.Store, records: &recordWatch{store: c.Store},
 		returning: c.ProxyReturn, tenure: handover.NewTenure(), log: c.Log,
-		watch: watch.New(), verifier: verifier{
-			restored: map[attach.NetnsID][]time.Time{}, suspects: map[attach.NetnsID]bool{},
-		},
+		watch: watch.New(), verifier: verifier{restored: map[attach.NetnsID][]time.Time{}},
 	}
 }
 

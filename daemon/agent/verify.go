@@ -32,8 +32,7 @@ type verifier struct {
 	restored map[attach.NetnsID][]time.Time // when rules were restored, as far as undoneWithin ago
 	looked   time.Time                      // of the last look at one netns
 	looks    watch.Round
-	suspects map[attach.NetnsID]bool // the netns to look at first
-	counted  time.Time               // of the last look at counters
+	counted  time.Time // of the last look at counters
 	counts   watch.Round
 }
 
@@ -93,16 +92,8 @@ func (a *Agent) verifyChanged(ctx context.Context, now time.Time) {
 // nextLegacy returns a netns for a look whose changes the kernel does not report: one whose wall has stopped packets,
 // since the rules that redirect them may be missing, or the next one of the round.
 func (a *Agent) nextLegacy() (attach.NetnsID, bool) {
-	for _, id := range a.watch.Suspects() {
-		if a.isLegacy(id) {
-			a.verifier.suspects[id] = true
-		}
-	}
-	for id := range a.verifier.suspects {
-		delete(a.verifier.suspects, id)
-		if a.isLegacy(id) {
-			return id, true
-		}
+	if id, ok := a.watch.Suspect(a.isLegacy); ok {
+		return id, true
 	}
 	for _, id := range a.watch.Next(&a.verifier.looks, 1) {
 		return id, a.isLegacy(id)

@@ -40,7 +40,7 @@ type netns struct {
 
 	// Guarded by Watcher.mu.
 	changed bool
-	suspect bool                     // to be returned by Suspects
+	suspect bool                     // to be returned by Suspect
 	taken   time.Time                // when a change was last returned by Take
 	read    map[ruleset.Cause]uint64 // the counters as they were read last
 	stopped map[ruleset.Cause]uint64 // since the netns is watched
@@ -62,10 +62,7 @@ func (w *Watcher) Sync(paths map[attach.NetnsID]string) error {
 	for id, n := range w.netns {
 		if _, ok := paths[id]; !ok {
 			delete(w.netns, id)
-			for _, fd := range n.events {
-				delete(w.sockets, int32(fd))
-			}
-			n.close()
+			w.dropLocked(n)
 		}
 	}
 	var errs []error
@@ -79,7 +76,9 @@ func (w *Watcher) Sync(paths map[attach.NetnsID]string) error {
 		}
 		n, err := open(path)
 		if err == nil {
-			err = w.addLocked(n)
+			if err = w.addLocked(n); err != nil {
+				w.dropLocked(n)
+			}
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("watching netns %s: %w", path, err))
@@ -100,7 +99,6 @@ func (w *Watcher) addLocked(n *netns) error {
 			err = unix.SetNonblock(fd, true) // so that package os waits for it
 		}
 		if err != nil {
-			n.close()
 			return fmt.Errorf("epoll: %w", err)
 		}
 		w.epoll = os.NewFile(uintptr(fd), "epoll")
@@ -110,12 +108,19 @@ func (w *Watcher) addLocked(n *netns) error {
 	for _, fd := range n.events {
 		e := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(fd)}
 		if err := unix.EpollCtl(int(w.epoll.Fd()), unix.EPOLL_CTL_ADD, fd, &e); err != nil {
-			n.close()
 			return fmt.Errorf("epoll: %w", err)
 		}
 		w.sockets[int32(fd)] = n
 	}
 	return nil
+}
+
+// dropLocked ends waiting for the events of n.
+func (w *Watcher) dropLocked(n *netns) {
+	for _, fd := range n.events {
+		delete(w.sockets, int32(fd))
+	}
+	n.close()
 }
 
 // Close ends watching.
@@ -269,19 +274,19 @@ func compare(a, b attach.NetnsID) int {
 	return slices.Compare([]uint64{a.Dev, a.Ino, a.Cookie}, []uint64{b.Dev, b.Ino, b.Cookie})
 }
 
-// Suspects returns the netns whose walls have stopped packets since the last call, as far as they were counted. Where
-// rules of nat are missing, the wall stops what they would have redirected.
-func (w *Watcher) Suspects() []attach.NetnsID {
+// Suspect returns a netns among some whose wall has stopped packets, as far as they were counted, since it was last
+// returned. Where rules of nat are missing, the wall stops what they would have redirected. among must not call the
+// Watcher.
+func (w *Watcher) Suspect(among func(attach.NetnsID) bool) (id attach.NetnsID, ok bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	var all []attach.NetnsID
 	for id, n := range w.netns {
-		if n.suspect {
+		if n.suspect && among(id) {
 			n.suspect = false
-			all = append(all, id)
+			return id, true
 		}
 	}
-	return all
+	return attach.NetnsID{}, false
 }
 
 // Count reads the counters of a netns that has a wall. It returns the causes for which no packet was stopped there

@@ -28,11 +28,13 @@ func newSocketsNode(b *bench) *testbed.Node {
 	return n
 }
 
-// launchAddon starts a mitmdump that receives the sockets. It forwards without recording, as in benchMitmdump.
+// unrecorded makes mitmdump forward without recording, as in benchMitmdump.
+const unrecorded = "--set=ignore_hosts=.*"
+
+// launchAddon starts a mitmdump that receives the sockets.
 func launchAddon(n *testbed.Node, args ...string) *testbed.Program {
 	return testbed.LaunchMitmdump(n, append([]string{
-		"--listen-host", "0.0.0.0", "--quiet", "--set", "ignore_hosts=.*",
-		"--set", "sluice_socket=" + n.ProxySocket(), "-s", addon,
+		"--listen-host", "0.0.0.0", "--quiet", "--set", "sluice_socket=" + n.ProxySocket(), "-s", addon,
 	}, args...)...)
 }
 
@@ -67,7 +69,7 @@ func benchSockets(b *bench) {
 func mitmdumpSockets(b *bench, version string, load relayLoad) {
 	n := newSocketsNode(b)
 	n.MitmproxyVersion = version
-	p := launchAddon(n)
+	p := launchAddon(n, unrecorded)
 	n.WaitListening(p, testbed.ProxyAddress)
 	sides := b.newSides(n, false)
 	name := func(measurement string) string {
@@ -79,9 +81,8 @@ func mitmdumpSockets(b *bench, version string, load relayLoad) {
 		got := b.throughput(sides, load, w)
 		b.add(b.compare("sockets", name(w.name), got, explicit, "Gbit/s").atLeast(1))
 	}
-	p.Kill() // the requests are parsed: another mitmdump, which does not ignore the hosts
-	p = testbed.LaunchMitmdump(n, "--listen-host", "0.0.0.0", "--quiet", "--set", "sluice_socket="+n.ProxySocket(),
-		"-s", addon)
+	p.Kill() // another mitmdump parses the requests
+	p = launchAddon(n)
 	n.WaitListening(p, testbed.ProxyAddress)
 	got = b.takeTurns(sides, load.rounds, "requests", func(s side) (float64, error) {
 		return rate(b, s.proxy, time.Second, s.from), nil
@@ -139,7 +140,7 @@ func waitingSockets(b *bench) {
 	b.add(measured("sockets", name, (during-before)/float64(all), "B").atMost(100).
 		beside("before", before/(1<<20), "MiB").beside("while they wait", during/(1<<20), "MiB"))
 	b.add(measured("sockets", "sockets: refused connections", float64(c.in[lost]), "").atMost(0))
-	launchAddon(n)
+	launchAddon(n, unrecorded)
 	start := time.Now()
 	c.run(all, "served", func() bool { return c.in[served]+c.in[lost] == all })
 	b.add(measured("sockets", "sockets: connections that mitmdump serves then", float64(c.in[served]), "").
@@ -155,10 +156,6 @@ func sharedSockets(b *bench, version string) {
 	if b.short {
 		period, rounds = time.Second, 3
 	}
-	launch := func(n *testbed.Node, port string) *testbed.Program {
-		return testbed.LaunchMitmdump(n, "--listen-port", port, "--quiet",
-			"--set", "sluice_socket="+n.ProxySocket(), "-s", addon)
-	}
 	var nodes []*testbed.Node
 	var daemons []*testbed.Daemon
 	var pods []*testbed.Host
@@ -167,7 +164,7 @@ func sharedSockets(b *bench, version string) {
 		n.MitmproxyVersion = version
 		nodes, daemons = append(nodes, n), append(daemons, n.StartDaemon())
 		pods = append(pods, n.AddPod("captured").Host)
-		launch(n, "18080")
+		launchAddon(n)
 		taken(b, daemons[len(daemons)-1], 1, 1)
 	}
 	none := netip.AddrPort{}
@@ -176,7 +173,7 @@ func sharedSockets(b *bench, version string) {
 	for range rounds {
 		one = append(one, rate(b, none, period, pods[0]))
 		apart = append(apart, rate(b, none, period, pods...))
-		second := launch(nodes[0], "18081")
+		second := launchAddon(nodes[0], "--listen-port", "18081")
 		taken(b, daemons[0], 2, 1)
 		rate(b, none, period, pods[0])
 		shared = append(shared, rate(b, none, period, pods[0]))

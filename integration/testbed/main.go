@@ -66,24 +66,45 @@ func runMoreAtATime() error {
 }
 
 func mainInUserNS() int {
-	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
-	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
-	cmd.Env = append(os.Environ(), inUserNS+"=1")
 	id := func(n int) []syscall.SysProcIDMap {
 		return []syscall.SysProcIDMap{{ContainerID: 0, HostID: n, Size: 1}}
 	}
-	cmd.SysProcAttr = &syscall.SysProcAttr{
+	return mainAgain(inUserNS, &syscall.SysProcAttr{
 		Cloneflags:  syscall.CLONE_NEWUSER | syscall.CLONE_NEWNS | syscall.CLONE_NEWNET,
 		UidMappings: id(os.Getuid()), GidMappings: id(os.Getgid()),
+	}, "these tests make network namespaces: run them as root, or where unprivileged user namespaces are allowed")
+}
+
+// inMountNS marks the process of InMountNS.
+const inMountNS = "SLUICE_TEST_IN_MOUNT_NAMESPACE"
+
+// InMountNS calls run in a process of its own, as root, and returns its exit code. The process has a mount namespace,
+// which ends with it, and the namespaces of further flags such as CLONE_NEWNET.
+func InMountNS(flags uintptr, run func() int) int {
+	const hint = "these tests make mounts, as root"
+	if os.Getenv(inMountNS) == "" {
+		attr := &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS | flags, Pdeathsig: syscall.SIGKILL}
+		return mainAgain(inMountNS, attr, hint)
 	}
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return failMain(hint, fmt.Errorf("making the mounts private: %w", err))
+	}
+	return run()
+}
+
+// mainAgain runs this program again with attributes, marked by an environment variable, and returns its exit code.
+func mainAgain(mark string, attr *syscall.SysProcAttr, hint string) int {
+	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	cmd.Env = append(os.Environ(), mark+"=1")
+	cmd.SysProcAttr = attr
 	err := cmd.Run()
 	var exit *exec.ExitError
 	if errors.As(err, &exit) {
 		return exit.ExitCode()
 	}
 	if err != nil {
-		return failMain("these tests make network namespaces: "+
-			"run them as root, or where unprivileged user namespaces are allowed", err)
+		return failMain(hint, err)
 	}
 	return 0
 }

@@ -3,9 +3,9 @@ package truststore
 import (
 	"bytes"
 	"errors"
-	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -56,11 +56,11 @@ func (r *run) addAnchor(a anchor) (Action, error) {
 	}
 	defer func() { _ = dir.Close() }() // its files are closed
 	info, err := statFD(dir)
+	if err == nil {
+		err = r.root.checkOwn(info, a.folder)
+	}
 	if err != nil {
 		return Failed, err
-	}
-	if info.Mnt_id != r.root.mount {
-		return Failed, fmt.Errorf("%s is on another mount than the root, and is not written", a.folder)
 	}
 	action := Present
 	for _, name := range ours(dir, a.extension) {
@@ -96,12 +96,7 @@ func ours(dir *os.File, extension string) []string {
 }
 
 func (r *run) isNameWanted(name string) bool {
-	for _, c := range r.wanted {
-		if c.name == name {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(r.wanted, func(c certificate) bool { return c.name == name })
 }
 
 func remove(dir *os.File, name string) error {
@@ -149,11 +144,11 @@ func (r *root) makeFolder(name string) (*os.File, error) {
 // makeOne makes a folder, but not on a volume.
 func makeOne(r *root, above *os.File, name string) error {
 	info, err := statFD(above)
+	if err == nil {
+		err = r.checkOwn(info, above.Name())
+	}
 	if err != nil {
 		return err
-	}
-	if info.Mnt_id != r.mount {
-		return fmt.Errorf("%s is on another mount than the root, and is not written", above.Name())
 	}
 	if err := unix.Mkdirat(int(above.Fd()), name, 0o755); err != nil {
 		return &fs.PathError{Op: "mkdir", Path: above.Name() + name, Err: err}

@@ -60,13 +60,12 @@ func (r *run) updateDirectory(dir *os.File) (Action, error) {
 	if err != nil {
 		return Failed, err
 	}
-	var writeErr error
-	if info.Mnt_id == r.root.mount {
-		if writeErr = r.writeDirectory(dir); writeErr == nil {
-			return Appended, nil
-		}
-	} else {
-		writeErr = fmt.Errorf("%s is on another mount than the root, and is not written", dir.Name())
+	writeErr := r.root.checkOwn(info, dir.Name())
+	if writeErr == nil {
+		writeErr = r.writeDirectory(dir)
+	}
+	if writeErr == nil {
+		return Appended, nil
 	}
 	if err := r.mountOverDirectory(dir); err != nil {
 		return Failed, errors.Join(writeErr, fmt.Errorf("mounting over %s: %w", dir.Name(), err))
@@ -140,14 +139,19 @@ func (r *run) writeDirectory(dir *os.File) error {
 		if r.isHashLinked(dir, c) {
 			continue
 		}
-		if _, err := writeFile(dir, c.name+pemExtension, c.pem); err != nil {
-			return err
-		}
-		if err := linkHashed(dir, c); err != nil {
+		if err := addHashed(dir, c); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// addHashed adds a certificate under a name of its own, and under one of its hash.
+func addHashed(dir *os.File, c certificate) error {
+	if _, err := writeFile(dir, c.name+pemExtension, c.pem); err != nil {
+		return err
+	}
+	return linkHashed(dir, c)
 }
 
 // linkHashed gives a certificate the first free name of its hash.
@@ -240,10 +244,7 @@ func (r *run) writeCopy(copied *os.File) error {
 		}
 	}
 	for _, c := range r.wanted {
-		if _, err := writeFile(copied, c.name+pemExtension, c.pem); err != nil {
-			return err
-		}
-		if err := linkHashed(copied, c); err != nil {
+		if err := addHashed(copied, c); err != nil {
 			return err
 		}
 	}

@@ -22,18 +22,25 @@ func (r *root) replace(p *place, old *os.File, contents change) (Action, error) 
 	if err != nil {
 		return Failed, err
 	}
-	var renameErr error
-	if info.Mnt_id == r.mount {
-		if renameErr = rename(p, old, info, contents); renameErr == nil {
-			return Appended, nil
-		}
-	} else {
-		renameErr = fmt.Errorf("%s is on another mount than the root, and is not written", p.path)
+	renameErr := r.checkOwn(info, p.path)
+	if renameErr == nil {
+		renameErr = rename(p, old, info, contents)
+	}
+	if renameErr == nil {
+		return Appended, nil
 	}
 	if err := r.mountOver(p, old, info, contents); err != nil {
 		return Failed, errors.Join(renameErr, err)
 	}
 	return Bound, nil
+}
+
+// checkOwn returns an error for a file or a folder on another mount than the root, such as a volume.
+func (r *root) checkOwn(info unix.Statx_t, path string) error {
+	if info.Mnt_id != r.mount {
+		return fmt.Errorf("%s is on another mount than the root, and is not written", path)
+	}
+	return nil
 }
 
 // rename writes the changed contents beside a file and renames them over it. Nothing is synced: after a crash of the

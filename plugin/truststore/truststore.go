@@ -46,6 +46,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 )
 
@@ -391,12 +392,7 @@ func unique(certificates []certificate) []certificate {
 
 // isWanted reports whether a certificate is one of those to be added.
 func (r *run) isWanted(f fingerprint) bool {
-	for _, c := range r.wanted {
-		if c.fingerprint == f {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(r.wanted, func(c certificate) bool { return c.fingerprint == f })
 }
 
 // certificateIn returns the one certificate in a file of ours.
