@@ -59,7 +59,7 @@ lint) wanted=$lint ;;
 demo) wanted=$common optional=$mitmproxy version=default ;;
 bench) wanted=$common$bench$mitmproxy$debian13 version="default 8.1.1 12.3.1" ;;
 e2e) wanted=$e2e$debian13 version=12.3.1 ;;
-screenshot) wanted=$common$test$mitmproxy"chromium chromium" version=default ;;
+screenshot) wanted=$common$test$debian13"chromium chromium" version=12.3.1 ;;
 -h | --help)
     echo "$usage"
     echo "Installs the Debian or Ubuntu packages that the make target needs and that are missing, as root, and the"
