@@ -210,7 +210,7 @@ func (d daemon) upstream(p *parts) (
 	status agent.Upstream, accept func(endpoint.Served) endpoint.Acceptor, proxyReturn time.Duration,
 ) {
 	if d.conf.Upstream.Protocol == config.Sockets {
-		return p.hub, func(s endpoint.Served) endpoint.Acceptor { return p.hub.For(s) }, proxies.ReturnTimeout
+		return p.hub, func(s endpoint.Served) endpoint.Acceptor { return p.hub.For(s, noTrust) }, proxies.ReturnTimeout
 	}
 	var locate func() (string, error)
 	if p.node != nil {
@@ -218,7 +218,7 @@ func (d daemon) upstream(p *parts) (
 	}
 	p.upstream = upstream.New(d.conf.Upstream, locate, d.log)
 	r := relay.New(p.upstream, d.log)
-	return p.upstream, func(s endpoint.Served) endpoint.Acceptor { return r.For(s) }, 0
+	return p.upstream, func(s endpoint.Served) endpoint.Acceptor { return r.For(s, noTrust) }, 0
 }
 
 // ready returns the function that says why the daemon is not ready to serve.
@@ -254,3 +254,6 @@ func nodeName() string {
 	}
 	return name
 }
+
+// noTrust says nothing about the TLS of a pod.
+func noTrust() attach.PodTrust { return attach.PodTrust{} }

@@ -158,7 +158,7 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 	var refused *attach.RefusedError
 	switch {
 	case err == nil:
-		a.record.State = d.State()
+		a.record.State, a.record.Trust = d.State(), d.Trust
 		return d, nil
 	case errors.As(err, &refused) && refused.Final:
 		return d, types.NewError(codeRefused, fmt.Sprintf("attaching %s: %s", at, refused), "")

@@ -47,7 +47,7 @@ func newAgentFor(t *testing.T, o *fakeOrchestrator) *testAgent {
 	up := upstream.New(config.Upstream{Address: "127.0.0.1:1", Protocol: config.Connect}, nil, log)
 	store := attach.NewStore(state)
 	r := relay.New(up, log)
-	table := endpoint.NewTable(func(s endpoint.Served) endpoint.Acceptor { return r.For(s) }, log)
+	table := endpoint.NewTable(func(s endpoint.Served) endpoint.Acceptor { return r.For(s, noTrust) }, log)
 	a := New(Config{Orchestrator: o, Store: store, Upstream: up, Table: table, Log: log})
 	t.Cleanup(func() {
 		ctx, cancel := context.WithCancel(context.Background())
@@ -285,3 +285,5 @@ func TestEndOfRunClosesEveryGate(t *testing.T) {
 		t.Error("Run has returned, but the capture port is open")
 	}
 }
+
+func noTrust() attach.PodTrust { return attach.PodTrust{} }

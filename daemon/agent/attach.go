@@ -48,7 +48,7 @@ func (a *Agent) attach(ctx context.Context, at attach.Attachment) (attach.Decisi
 		a.log.Warn("attachment refused", "attachment", at.String(), "err", err)
 		return attach.Decision{}, &attach.RefusedError{Message: err.Error(), Final: true}
 	}
-	if err := e.Attach(attach.Record{Attachment: at, NetnsID: id, State: d.State()}, d); err != nil {
+	if err := e.Attach(attach.Record{Attachment: at, NetnsID: id, State: d.State(), Trust: d.Trust}, d); err != nil {
 		a.log.Error("attachment refused: its gate cannot be opened", "attachment", at.String(), "err", err)
 		return attach.Decision{}, &attach.RefusedError{Message: err.Error()}
 	}

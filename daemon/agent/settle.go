@@ -88,6 +88,7 @@ func (s *settler) withoutEnding(e *endpoint.Endpoint, r *attach.Record, d attach
 func (s *settler) change(ctx context.Context, e *endpoint.Endpoint, r attach.Record, d attach.Decision) (err error) {
 	previous := r.State
 	switch {
+	case hasRules(r, d): // only its trust differs
 	case d.Capture:
 		want := *d.Ruleset
 		want.KeepOlder = want.KeepOlder || r.Installed == nil // it runs, and was not captured
@@ -100,7 +101,7 @@ func (s *settler) change(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	if err != nil {
 		return err
 	}
-	r.State = d.State()
+	r.State, r.Trust = d.State(), d.Trust
 	s.log.Info("attachment settled", "attachment", r.String(), "previousState", string(previous),
 		"state", string(r.State), "reason", d.Reason)
 	e.Add(r)
@@ -111,8 +112,11 @@ func (s *settler) change(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	return s.store.Share(r.ID, r.NetnsID, r.Installed)
 }
 
-// isSettled reports whether r already is as d wants it, with rules of this version.
-func isSettled(r attach.Record, d attach.Decision) bool {
+// isSettled reports whether r already is as d wants it.
+func isSettled(r attach.Record, d attach.Decision) bool { return hasRules(r, d) && d.Trust == r.Trust }
+
+// hasRules reports whether the rules of r already are as d wants them, and of this version.
+func hasRules(r attach.Record, d attach.Decision) bool {
 	return d.State() == r.State && (!d.Capture ||
 		equal(*d.Ruleset, r.Installed.Ruleset) && r.Installed.Revision == ruleset.Revision)
 }

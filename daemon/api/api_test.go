@@ -71,7 +71,7 @@ func newAPIWith(t *testing.T, d decide, store attach.Store) *testAPI {
 	log := slog.New(slog.DiscardHandler)
 	up := upstream.New(config.Upstream{Address: "127.0.0.1:1", Protocol: config.Connect}, nil, log)
 	r := relay.New(up, log)
-	table := endpoint.NewTable(func(s endpoint.Served) endpoint.Acceptor { return r.For(s) }, log)
+	table := endpoint.NewTable(func(s endpoint.Served) endpoint.Acceptor { return r.For(s, noTrust) }, log)
 	a := agent.New(agent.Config{Orchestrator: d, Store: store, Upstream: up, Table: table, Log: log})
 	t.Cleanup(func() {
 		ctx, cancel := context.WithCancel(context.Background())
@@ -443,3 +443,5 @@ func TestStartWaitsForABusyDaemon(t *testing.T) {
 		return false
 	})
 }
+
+func noTrust() attach.PodTrust { return attach.PodTrust{} }

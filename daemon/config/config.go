@@ -29,6 +29,13 @@ type Config struct {
 	Capture  Capture
 	// Late is the policy for new connections while the upstream is late, and its timeout (0: no limit).
 	Late attach.Late
+	// Trust is the treatment of TLS for pods without annotations about it.
+	Trust attach.Trust
+	// CAFile (trust.caFile) is the file with the CA certificates that captured containers are to trust, in PEM. It may
+	// come later than the daemon, and may change.
+	CAFile string
+	// NRISocket (trust.nriSocket) is the unix socket of the container runtime's NRI.
+	NRISocket string
 	// TaintAfter (late.taintAfter) is the time that the upstream may be late before the node is tainted again;
 	// 0: the node is never tainted again.
 	TaintAfter time.Duration
@@ -148,6 +155,9 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 			ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true, Other: ruleset.OtherAllow, Ports: ruleset.DefaultPorts,
 		},
 		Late:           attach.Late{Policy: attach.Queue},
+		Trust:          attach.Trust{CA: true, TLS: attach.Pass, Nested: attach.Pass},
+		CAFile:         "/etc/sluice/ca/ca.crt",
+		NRISocket:      "/var/run/nri/nri.sock",
 		AgentSocket:    attach.DefaultSocket,
 		StateDir:       attach.DefaultStateDir,
 		MetricsAddress: "127.0.0.1:15090",
@@ -253,6 +263,11 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		"capture.other":          text(&c.Capture.Other, oneOf(ruleset.Others)),
 		"capture.ports.outbound": text(&c.Capture.Ports.Outbound, port),
 		"capture.ports.inbound":  text(&c.Capture.Ports.Inbound, port),
+		"trust.ca":               text(&c.Trust.CA, TrustCA),
+		"trust.tls":              text(&c.Trust.TLS, TLSPolicy),
+		"trust.nested":           text(&c.Trust.Nested, TLSPolicy),
+		"trust.caFile":           text(&c.CAFile, absolute),
+		"trust.nriSocket":        text(&c.NRISocket, absolute),
 		"late.policy":            text(&c.Late.Policy, LatePolicy),
 		"late.timeout":           text(&c.Late.Timeout, Timeout),
 		"late.taintAfter":        text(&c.TaintAfter, Timeout),
@@ -356,6 +371,18 @@ func scalar(raw json.RawMessage) string {
 
 // LatePolicy parses the policy for new connections while the upstream is late: queue, hold or direct.
 func LatePolicy(s string) (attach.LatePolicy, error) { return oneOf(attach.LatePolicies)(s) }
+
+// TrustCA parses whether containers are given the CA: auto or off. In YAML 1.1, off without quotes is false.
+func TrustCA(s string) (bool, error) {
+	if s == "false" {
+		return false, nil
+	}
+	_, err := oneOf([]string{"auto", "off"})(s)
+	return s == "auto", err
+}
+
+// TLSPolicy parses the policy for TLS of containers that are not known to trust the CA: pass or inspect.
+func TLSPolicy(s string) (attach.TLSPolicy, error) { return oneOf(attach.TLSPolicies)(s) }
 
 func oneOf[T ~string](values []T) func(string) (T, error) {
 	return func(s string) (T, error) {

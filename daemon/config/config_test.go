@@ -40,6 +40,9 @@ func defaults() Config {
 			Ports: ruleset.Ports{Outbound: 15001, Inbound: 15006},
 		},
 		Late:           attach.Late{Policy: attach.Queue},
+		Trust:          attach.Trust{CA: true, TLS: attach.Pass, Nested: attach.Pass},
+		CAFile:         "/etc/sluice/ca/ca.crt",
+		NRISocket:      "/var/run/nri/nri.sock",
 		AgentSocket:    "/run/sluice/agent.sock",
 		ProxySocket:    "/run/sluice/proxy.sock",
 		StateDir:       "/run/sluice",
@@ -69,6 +72,12 @@ capture:
   quic: allow
   other: dns
   ports: {outbound: 16001, inbound: "16006"}
+trust:
+  ca: off
+  tls: inspect
+  nested: inspect
+  caFile: /ca.pem
+  nriSocket: /nri.sock
 late:
   policy: hold
   timeout: 90s
@@ -91,6 +100,8 @@ metricsAddress: "[::1]:9090"
 				},
 				Other: ruleset.OtherDNS, Ports: ruleset.Ports{Outbound: 16001, Inbound: 16006},
 			}
+			c.Trust = attach.Trust{TLS: attach.Inspect, Nested: attach.Inspect}
+			c.CAFile, c.NRISocket = "/ca.pem", "/nri.sock"
 			c.Late = attach.Late{Policy: attach.Hold, Timeout: 90 * time.Second}
 			c.AgentSocket, c.ProxySocket, c.StateDir, c.MetricsAddress = "/a.sock", "/p.sock", "/d", "[::1]:9090"
 		}},
@@ -132,6 +143,7 @@ upstream: {address: '127.0.0.1:18080'}
 capture: {source: kubernetes}
 late: {taintAfter: 5m}
 `, func(c *Config) { c.Capture.Source, c.TaintAfter = Kubernetes, 5*time.Minute }},
+		{"no CA, in quotes", minimal + "trust: {ca: 'off'}\n", func(c *Config) { c.Trust.CA = false }},
 		{"the node is never tainted again", minimal + "late: {taintAfter: 0s}\n", func(*Config) {}},
 		{
 			"one of the capture ports",
@@ -195,7 +207,7 @@ func TestParseErrors(t *testing.T) {
 		{upstream + "capture: all\n", `capture: "all" is not a mapping of keys`},
 		{
 			minimal + "metrics: x\n", `metrics: unknown key, with value "x"; the known keys here are ` +
-				`agentSocket, capture, late, metricsAddress, proxySocket, stateDir, upstream`,
+				`agentSocket, capture, late, metricsAddress, proxySocket, stateDir, trust, upstream`,
 		},
 		{
 			minimal + "late: {polcy: queue}\n",
@@ -296,6 +308,11 @@ func TestParseErrors(t *testing.T) {
 			"upstream: {address: '127.0.0.1:1', probeInterval: often}\n" + source,
 			`upstream.probeInterval: "often" is not a duration`,
 		},
+		{minimal + "trust: {ca: on}\n", `trust.ca: "true" is not one of [auto off]`},
+		{minimal + "trust: {tls: break}\n", `trust.tls: "break" is not one of [pass inspect]`},
+		{minimal + "trust: {nested: ''}\n", `trust.nested: "" is not one of [pass inspect]`},
+		{minimal + "trust: {caFile: ca.pem}\n", `trust.caFile: "ca.pem" is not an absolute path`},
+		{minimal + "trust: {nriSocket: ''}\n", `trust.nriSocket: "" is not an absolute path`},
 		{minimal + "late: {policy: wait}\n", `late.policy: "wait" is not one of [queue hold direct]`},
 		{minimal + "late: {timeout: forever}\n", `late.timeout: "forever" is not a duration`},
 		{minimal + "late: {timeout: -1s}\n", `late.timeout: "-1s" is not a duration`},

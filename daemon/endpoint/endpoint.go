@@ -39,11 +39,26 @@ type Served struct {
 	Netns attach.NetnsID
 	Pod   attach.Pod
 	IPs   []netip.Addr
+	// Records returns the records of the attachments in the netns as they are now.
+	Records func() []attach.Record
 	// Accepted, Joined and Direct belong to the endpoint. An acceptor that relays counts its connections in the first
 	// two, and gives those that go direct to the third.
 	Accepted *late.Accepted
 	Joined   *splice.Set
 	Direct   *direct.Carrier
+}
+
+// Addresses returns the pod's addresses: IPs, and those of its other attachments.
+func (s Served) Addresses() []netip.Addr {
+	all := slices.Clone(s.IPs)
+	for _, r := range s.Records() {
+		for _, ip := range r.IPs {
+			if !slices.Contains(all, ip) {
+				all = append(all, ip)
+			}
+		}
+	}
+	return all
 }
 
 // Endpoint is a netns with the attachments in it, nearly always one.

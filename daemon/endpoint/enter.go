@@ -7,9 +7,11 @@ import (
 
 func newEndpoint(t *Table, id attach.NetnsID) *Endpoint {
 	s := &service{table: t, id: id}
-	return &Endpoint{
+	e := &Endpoint{
 		ID: id, table: t, service: s, lateness: lateness{service: s}, attachments: map[attach.ID]attach.Record{},
 	}
+	s.records = e.Records
+	return e
 }
 
 // Enter returns the endpoint of a netns, for the caller alone to decide about and to change until Leave.

@@ -18,6 +18,7 @@ import (
 type service struct {
 	table    *Table
 	id       attach.NetnsID
+	records  func() []attach.Record
 	accepted late.Accepted // connections that wait for the upstream's answer
 	joined   splice.Set    // connections that are carried in this process
 	over     atomic.Int64  // connections in the accept queues that the app had given up at the last tick
@@ -49,7 +50,7 @@ func (s *service) serve(at attach.Attachment, g *gate.Gate) error {
 		s.pod = at.Pod.String()
 		s.direct = direct.NewCarrier(&s.joined, s.table.log.With("pod", s.pod))
 		s.acceptor = s.table.accept(Served{
-			Netns: s.id, Pod: at.Pod, IPs: at.IPs, Accepted: &s.accepted, Joined: &s.joined, Direct: s.direct,
+			Netns: s.id, Pod: at.Pod, IPs: at.IPs, Records: s.records, Accepted: &s.accepted, Joined: &s.joined, Direct: s.direct,
 		})
 	}
 	return s.serveLocked(g)

@@ -69,7 +69,7 @@ func Decide(c config.Config, facts Facts, interfaces []string) (attach.Decision,
 		Other:        c.Capture.Other,
 		Ports:        c.Capture.Ports,
 	}
-	d := attach.Decision{Capture: true, Ruleset: &r, Late: c.Late, Reason: reason}
+	d := attach.Decision{Capture: true, Ruleset: &r, Late: c.Late, Trust: c.Trust, Reason: reason}
 	if err := annotate(&d, facts.Annotations); err != nil {
 		return attach.Decision{}, err
 	}
@@ -173,6 +173,18 @@ var annotations = map[string]func(*attach.Decision, string) error{
 	},
 	"late-timeout": func(d *attach.Decision, v string) (err error) {
 		d.Late.Timeout, err = config.Timeout(v)
+		return err
+	},
+	"ca": func(d *attach.Decision, v string) (err error) {
+		d.Trust.CA, err = config.TrustCA(v)
+		return err
+	},
+	"tls": func(d *attach.Decision, v string) (err error) {
+		d.Trust.TLS, err = config.TLSPolicy(v)
+		return err
+	},
+	"nested": func(d *attach.Decision, v string) (err error) {
+		d.Trust.Nested, err = config.TLSPolicy(v)
 		return err
 	},
 	"capture-inbound-ports": func(d *attach.Decision, v string) (err error) {

@@ -143,6 +143,34 @@ func TestAnnotations(t *testing.T) {
 	}
 }
 
+// TestTrustAnnotations checks that each annotation about TLS replaces the configured value alone.
+func TestTrustAnnotations(t *testing.T) {
+	t.Parallel()
+	c := conf()
+	c.Trust = attach.Trust{CA: true, TLS: attach.Pass, Nested: attach.Pass}
+	for _, tc := range []struct {
+		annotations map[string]string
+		want        attach.Trust
+	}{
+		{nil, c.Trust},
+		{map[string]string{"sluice.dev/ca": "auto"}, c.Trust},
+		{map[string]string{"sluice.dev/ca": "off"}, attach.Trust{TLS: attach.Pass, Nested: attach.Pass}},
+		{
+			map[string]string{"sluice.dev/tls": "inspect"},
+			attach.Trust{CA: true, TLS: attach.Inspect, Nested: attach.Pass},
+		},
+		{
+			map[string]string{"sluice.dev/nested": "inspect"},
+			attach.Trust{CA: true, TLS: attach.Pass, Nested: attach.Inspect},
+		},
+	} {
+		d, err := Decide(c, Facts{Annotations: tc.annotations}, []string{"eth0"})
+		if err != nil || d.Trust != tc.want {
+			t.Errorf("%v: got %+v, %v; want %+v", tc.annotations, d.Trust, err, tc.want)
+		}
+	}
+}
+
 // TestLateAnnotations checks that the pod's policy and timeout each replace the configured one alone.
 func TestLateAnnotations(t *testing.T) {
 	t.Parallel()
@@ -197,7 +225,7 @@ func TestBadAnnotations(t *testing.T) {
 		{"late-timeout", "90", "is not a duration"},
 		{"late-timeout", "-1s", "is not a duration"},
 		{"capture-inbound-ports", "x", `"x"`},
-		{"include-ports", "80", "unknown; the known ones are capture-inbound-ports, "},
+		{"include-ports", "80", "unknown; the known ones are ca, capture-inbound-ports, "},
 		{"", "x", "unknown"},
 	} {
 		key := attach.AnnotationPrefix + tc.key

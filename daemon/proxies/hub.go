@@ -88,6 +88,13 @@ func (h *Hub) wakeLocked() {
 	}
 }
 
+// Refresh tells every proxy about pods whose descriptions have changed. Proxies are told within a second without it.
+func (h *Hub) Refresh() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.wakeLocked()
+}
+
 // currentOffers returns the offers by netns.
 func (h *Hub) currentOffers() map[string]*offer {
 	h.mu.Lock()

@@ -23,6 +23,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
+	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
@@ -34,6 +35,7 @@ type testHub struct {
 	*Hub
 	mu       sync.Mutex
 	returned []string
+	trust    attach.PodTrust
 	moved    [][]netip.Addr // the addresses of the proxies after each change
 }
 
@@ -50,6 +52,19 @@ func (h *testHub) Reconsider(context.Context) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.moved = append(h.moved, h.Addresses())
+}
+
+func (h *testHub) podTrust() attach.PodTrust {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.trust
+}
+
+func (h *testHub) setTrust(trust attach.PodTrust) {
+	h.mu.Lock()
+	h.trust = trust
+	h.mu.Unlock()
+	h.Refresh()
 }
 
 func newTestHub(t *testing.T) *testHub {
@@ -96,8 +111,11 @@ func (h *testHub) offer(t *testing.T) (id string, g *gate.Gate, stop func()) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		served := endpoint.Served{Netns: netns, Pod: web, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5")}}
-		h.For(served).Serve(ctx, ctx, g)
+		served := endpoint.Served{
+			Netns: netns, Pod: web, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5")},
+			Records: func() []attach.Record { return nil },
+		}
+		h.For(served, h.podTrust).Serve(ctx, ctx, g)
 	}()
 	stop = sync.OnceFunc(func() {
 		cancel()
@@ -226,6 +244,37 @@ func TestListenersAreHandedOutAndTakenBack(t *testing.T) {
 	testbed.Eventually(t, "the proxy is gone", func() bool { s := h.Status(); return len(s.Proxies) == 0 && !s.Ready })
 }
 
+// TestChangedPodsAreDescribedAgain to every proxy, also to one that has brought the listeners along.
+func TestChangedPodsAreDescribedAgain(t *testing.T) {
+	t.Parallel()
+	h := newTestHub(t)
+	id, g, _ := h.offer(t)
+	first, second := h.connect(t), h.connect(t)
+	first.say(message{Kind: kindHello, Version: 1, Name: "first"})
+	first.wants(kindHello, "")
+	first.wants(kindAttach, id)
+	second.say(message{Kind: kindHello, Version: 1, Name: "second", Held: 1})
+	second.say(message{Kind: kindHeld, ID: id}, g.Files()...)
+	second.wants(kindHello, "")
+	second.wants(kindPod, id)
+	for _, trust := range []attach.PodTrust{
+		{State: truststore.Trusted, TLS: attach.Pass, Nested: attach.Pass},
+		{State: truststore.Unknown, TLS: attach.Inspect, Nested: attach.Pass},
+	} {
+		h.setTrust(trust)
+		want := &podDescription{
+			Namespace: "ci", Name: "web-0", UID: "7d3f", IPs: []string{"10.0.0.5"},
+			Trust: trust.State, TLS: trust.TLS, Nested: trust.Nested,
+		}
+		for _, p := range []peer{first, second} {
+			m, files := p.wants(kindPod, id)
+			if diff := cmp.Diff(want, m.Pod); diff != "" || len(files) != 0 {
+				t.Errorf("%d descriptors, description of the pod (-want +got):\n%s", len(files), diff)
+			}
+		}
+	}
+}
+
 // TestListenersThatAProxyHolds when it connects: those that are offered stay with it. The others are returned, and if
 // no pod takes them up, the proxy has to detach them.
 func TestListenersThatAProxyHolds(t *testing.T) {
@@ -243,6 +292,7 @@ func TestListenersThatAProxyHolds(t *testing.T) {
 	p.say(message{Kind: kindHeld, ID: offered}, g.Files()...)
 	p.say(message{Kind: kindHeld, ID: "old"}, old.Files()...)
 	p.wants(kindHello, "")
+	p.wants(kindPod, offered)
 	p.wants(kindDetach, "old") // after a delay, because no pod takes it up
 	p.say(message{Kind: kindDetached, ID: "old"})
 	h.mu.Lock()

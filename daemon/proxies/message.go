@@ -8,6 +8,8 @@ import (
 	"os"
 
 	"github.com/sluice-cni/sluice/daemon/unixsock"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
 // version is that of the protocol: docs/proxies.md.
@@ -18,6 +20,7 @@ const (
 	kindHello    = "hello"    // both ways, the proxy's first
 	kindHeld     = "held"     // from the proxy after its hello: listeners that it has from before
 	kindAttach   = "attach"   // to the proxy, with listeners
+	kindPod      = "pod"      // to the proxy: the description of a pod has changed
 	kindDetach   = "detach"   // to the proxy
 	kindDetached = "detached" // from the proxy, which has closed them
 	kindPing     = "ping"     // to the proxy
@@ -36,7 +39,7 @@ type message struct {
 	Held   int      `json:"held,omitempty"`   // how many messages of that kind follow
 	Node   string   `json:"node,omitempty"`   // the daemon's
 
-	// attach, detach, detached, held
+	// attach, pod, detach, detached, held
 	ID        string          `json:"id,omitempty"`
 	Pod       *podDescription `json:"pod,omitempty"`
 	Listeners []listener      `json:"listeners,omitempty"` // the descriptors, in their order
@@ -54,6 +57,9 @@ type podDescription struct {
 	UID       string            `json:"uid"`
 	IPs       []string          `json:"ips"`
 	Labels    map[string]string `json:"labels,omitempty"`
+	Trust     truststore.State  `json:"trust,omitempty"`
+	TLS       attach.TLSPolicy  `json:"tls,omitempty"`
+	Nested    attach.TLSPolicy  `json:"nested,omitempty"`
 }
 
 type listener struct {

@@ -17,33 +17,42 @@ import (
 type offer struct {
 	id      string // of the netns
 	pod     attach.Pod
-	ips     []netip.Addr
+	ips     func() []netip.Addr
+	trust   func() attach.PodTrust
 	gate    *gate.Gate
 	cookies []uint64 // of the listeners
 }
 
-// message describes o for a proxy that has asked for these labels of pods.
-func (o *offer) message(keys []string, labels map[string]string) message {
-	m := message{Kind: kindAttach, ID: o.id, Pod: &podDescription{
+// describe describes the pod of o for a proxy that has asked for these labels of pods.
+func (o *offer) describe(keys []string, labels map[string]string) *podDescription {
+	trust := o.trust()
+	d := podDescription{
 		Namespace: o.pod.Namespace, Name: o.pod.Name, UID: o.pod.UID, IPs: []string{},
-	}}
-	for _, ip := range o.ips {
-		m.Pod.IPs = append(m.Pod.IPs, ip.String())
+		Trust: trust.State, TLS: trust.TLS, Nested: trust.Nested,
 	}
+	for _, ip := range o.ips() {
+		d.IPs = append(d.IPs, ip.String())
+	}
+	if len(keys) > 0 {
+		d.Labels = map[string]string{}
+		for _, key := range keys {
+			if v, ok := labels[key]; ok {
+				d.Labels[key] = v
+			}
+		}
+	}
+	return &d
+}
+
+// message hands the listeners of o over.
+func (o *offer) message(pod *podDescription) message {
+	m := message{Kind: kindAttach, ID: o.id, Pod: pod}
 	for _, l := range o.gate.Listeners {
 		direction := "outbound"
 		if l.Inbound {
 			direction = "inbound"
 		}
 		m.Listeners = append(m.Listeners, listener{Direction: direction})
-	}
-	if len(keys) > 0 {
-		m.Pod.Labels = map[string]string{}
-		for _, key := range keys {
-			if v, ok := labels[key]; ok {
-				m.Pod.Labels[key] = v
-			}
-		}
 	}
 	return m
 }
@@ -53,16 +62,20 @@ type Handout struct {
 	hub *Hub
 	id  string
 	pod attach.Pod
-	ips []netip.Addr
-	log *slog.Logger
+	// ips and trust are asked whenever proxies are told about the pod.
+	ips   func() []netip.Addr
+	trust func() attach.PodTrust
+	log   *slog.Logger
 
 	mu    sync.Mutex // see the package comment
 	offer *offer     // nil while the pod is not served
 }
 
-// For makes the acceptor of one endpoint.
-func (h *Hub) For(s endpoint.Served) *Handout {
-	return &Handout{hub: h, id: s.Netns.String(), pod: s.Pod, ips: s.IPs, log: h.log.With("pod", s.Pod.String())}
+// For makes the acceptor of one endpoint. trust returns how the pod's TLS is to be treated now.
+func (h *Hub) For(s endpoint.Served, trust func() attach.PodTrust) *Handout {
+	return &Handout{
+		hub: h, id: s.Netns.String(), pod: s.Pod, ips: s.Addresses, trust: trust, log: h.log.With("pod", s.Pod.String()),
+	}
 }
 
 // Serve offers the listeners of g to every proxy until accepting ends. If the gate is handed over, the proxies keep the
@@ -73,7 +86,7 @@ func (p *Handout) Serve(_, accepting context.Context, g *gate.Gate) {
 		p.log.Error("listeners cannot be handed out", "err", err)
 		return
 	}
-	o := &offer{id: p.id, pod: p.pod, ips: p.ips, gate: g, cookies: cookies}
+	o := &offer{id: p.id, pod: p.pod, ips: p.ips, trust: p.trust, gate: g, cookies: cookies}
 	p.begin(accepting, o)
 	<-accepting.Done()
 	p.end(o)

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -52,6 +53,8 @@ type proxy struct {
 // held is the listeners of one pod that a proxy has.
 type held struct {
 	cookies []uint64
+	// told is the description of the pod that the proxy has from this daemon; nil for none.
+	told *podDescription
 	// keepUntil: until then, the proxy keeps listeners that it brought along, although nothing is offered for their
 	// netns.
 	keepUntil time.Time
@@ -317,29 +320,43 @@ func (p *proxy) send(m message, files []*os.File) error {
 	return send(p.conn, m, files)
 }
 
-// sync brings the listeners that the proxy holds in line with the offers. It fails if the proxy does not close
-// listeners that it was told to close.
+// sync brings the listeners that the proxy holds, and the descriptions of their pods, in line with the offers. It fails
+// if the proxy does not close listeners that it was told to close.
 func (p *proxy) sync() error {
-	detach, offers, err := p.due(p.hub.currentOffers())
+	offers := p.hub.currentOffers()
+	pods := make(map[string]*podDescription, len(offers))
+	for id, o := range offers {
+		pods[id] = o.describe(p.labels, p.hub.labels(o.pod))
+	}
+	due, err := p.due(offers, pods)
 	if err != nil {
 		return err
 	}
-	for _, id := range detach {
+	for _, id := range due.detach {
 		if err := p.send(message{Kind: kindDetach, ID: id}, nil); err != nil {
 			return err
 		}
 	}
-	for _, o := range offers {
-		err := p.send(o.message(p.labels, p.hub.labels(o.pod)), o.gate.Files())
+	for _, id := range due.attach {
+		o := offers[id]
+		err := p.send(o.message(pods[id]), o.gate.Files())
 		if err != nil && !errors.Is(err, os.ErrClosed) { // a closed gate's offer is about to be withdrawn
+			return err
+		}
+	}
+	for _, id := range due.describe {
+		if err := p.send(message{Kind: kindPod, ID: id, Pod: pods[id]}, nil); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
+// due is the netns about which messages are to be sent, by the kind of message.
+type due struct{ detach, attach, describe []string }
+
 // due returns the messages to send, and records them as sent.
-func (p *proxy) due(offers map[string]*offer) (detach []string, attach []*offer, err error) {
+func (p *proxy) due(offers map[string]*offer, pods map[string]*podDescription) (due due, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for id, h := range p.held {
@@ -347,23 +364,27 @@ func (p *proxy) due(offers map[string]*offer) (detach []string, attach []*offer,
 		switch {
 		case !h.detached.IsZero():
 			if time.Since(h.detached) > proxyTimeout {
-				return nil, nil, fmt.Errorf("the proxy did not close the listeners of netns %s within %s",
+				return due, fmt.Errorf("the proxy did not close the listeners of netns %s within %s",
 					id, proxyTimeout)
 			}
 		case o != nil && slices.Equal(o.cookies, h.cookies):
+			if !reflect.DeepEqual(h.told, pods[id]) {
+				h.told = pods[id]
+				due.describe = append(due.describe, id)
+			}
 		case o == nil && time.Now().Before(h.keepUntil):
 		default:
 			h.detached = time.Now()
-			detach = append(detach, id)
+			due.detach = append(due.detach, id)
 		}
 	}
 	for id, o := range offers {
 		if p.held[id] == nil {
-			p.held[id] = &held{cookies: o.cookies}
-			attach = append(attach, o)
+			p.held[id] = &held{cookies: o.cookies, told: pods[id]}
+			due.attach = append(due.attach, id)
 		}
 	}
-	return detach, attach, nil
+	return due, nil
 }
 
 func (p *proxy) ownAddresses() []netip.Addr {

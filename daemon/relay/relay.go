@@ -15,6 +15,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
 	"github.com/sluice-cni/sluice/daemon/upstream"
+	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 // acceptRetry is the pause after an accept that failed, most likely for want of descriptors.
@@ -36,10 +37,13 @@ func New(up *upstream.Upstream, log *slog.Logger) *Relay {
 type Server struct {
 	relay *Relay
 	endpoint.Served
+	trust func() attach.PodTrust
 }
 
-// For makes the acceptor of one endpoint.
-func (r *Relay) For(e endpoint.Served) *Server { return &Server{r, e} }
+// For makes the acceptor of one endpoint. trust returns how the pod's TLS is to be treated now.
+func (r *Relay) For(e endpoint.Served, trust func() attach.PodTrust) *Server {
+	return &Server{r, e, trust}
+}
 
 // Counts returns the connections that do not wait any more.
 func (s *Server) Counts() sockdiag.Counts { return s.Joined.Counts() }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/captured"
@@ -122,8 +123,11 @@ func (s *Server) ask(ctx context.Context, c captured.Conn, slot *slot) (*net.TCP
 }
 
 func (s *Server) request(c captured.Conn) upstream.Request {
-	r := upstream.Request{Destination: c.Destination, Source: c.Source, Pod: s.Pod, Inbound: c.Inbound}
+	r := upstream.Request{
+		Destination: c.Destination, Source: c.Source, Pod: s.Pod, Inbound: c.Inbound, Trust: s.trust(),
+	}
 	if !c.Inbound {
+		r.Nested = !c.Source.Addr().IsLoopback() && !slices.Contains(s.Addresses(), c.Source.Addr())
 		r.Source = podAddress(s.IPs, c.Source)
 	}
 	return r

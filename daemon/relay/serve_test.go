@@ -31,6 +31,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
+	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
@@ -68,8 +69,9 @@ func serve(t *testing.T) *served {
 	}
 	s.pod = New(s.up, log).For(endpoint.Served{
 		Pod: attach.Pod{Namespace: "ci", Name: "web-0"}, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5")},
+		Records:  func() []attach.Record { return nil },
 		Accepted: &s.accepted, Joined: &s.joined, Direct: direct.NewCarrier(&s.joined, log),
-	})
+	}, func() attach.PodTrust { return podTrust })
 	var ctx context.Context
 	ctx, s.cancel = context.WithCancel(t.Context())
 	go func() { _ = s.up.Run(ctx) }()
@@ -167,6 +169,9 @@ func (s *served) queued(t *testing.T) int {
 // isIdle reports whether no connection waits for an answer or is open.
 func (s *served) isIdle() bool { return s.accepted.Len() == 0 && s.pod.Counts() == (sockdiag.Counts{}) }
 
+// podTrust is the trust of the pod in these tests.
+var podTrust = attach.PodTrust{State: truststore.Trusted, TLS: attach.Pass, Nested: attach.Inspect}
+
 func ok(*http.Request) int { return http.StatusOK }
 
 func TestLateUpstreamLeavesConnectionsInTheQueue(t *testing.T) {
@@ -184,12 +189,13 @@ func TestLateUpstreamLeavesConnectionsInTheQueue(t *testing.T) {
 	asked := make(chan string, len(apps))
 	s.proxy(t, func(r *http.Request) int {
 		namespace, name := r.Header.Get("Sluice-Pod-Namespace"), r.Header.Get("Sluice-Pod-Name")
-		asked <- fmt.Sprintf("%s %s for %s/%s", r.Method, r.Host, namespace, name)
+		asked <- fmt.Sprintf("%s %s for %s/%s, %s, %s%s", r.Method, r.Host, namespace, name,
+			r.Header.Get("Sluice-Trust"), r.Header.Get("Sluice-TLS"), r.Header.Get("Sluice-Nested"))
 		return http.StatusOK
 	})
 	for i, app := range apps {
 		testbed.CheckReads(t, "the app", app, "early "+strconv.Itoa(i))
-		if got, want := <-asked, "CONNECT 192.0.2.7:443 for ci/web-0"; got != want {
+		if got, want := <-asked, "CONNECT 192.0.2.7:443 for ci/web-0, trusted, pass"; got != want {
 			t.Errorf("got request %q, want %q", got, want)
 		}
 	}

@@ -11,6 +11,8 @@ import (
 	"regexp"
 	"strings"
 	"time"
+
+	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 const (
@@ -67,6 +69,9 @@ func connectRequest(req Request) string {
 		{"Sluice-Pod-UID", req.Pod.UID},
 		{"Sluice-Source", source(req.Source)},
 		{"Sluice-Direction", direction(req)},
+		{"Sluice-Trust", string(req.Trust.State)},
+		{"Sluice-TLS", string(tlsPolicy(req))},
+		{"Sluice-Nested", nested(req)},
 	} {
 		if h.value != "" {
 			fmt.Fprintf(&b, "%s: %s\r\n", h.name, h.value)
@@ -87,6 +92,21 @@ func source(s netip.AddrPort) string {
 func direction(req Request) string {
 	if req.Inbound {
 		return "inbound"
+	}
+	return ""
+}
+
+// tlsPolicy is the policy for the sender's TLS.
+func tlsPolicy(req Request) attach.TLSPolicy {
+	if req.Nested {
+		return req.Trust.Nested
+	}
+	return req.Trust.TLS
+}
+
+func nested(req Request) string {
+	if req.Nested {
+		return "true"
 	}
 	return ""
 }

@@ -14,10 +14,12 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
 func TestConnectRequestNamesDestinationAndPod(t *testing.T) {
 	t.Parallel()
+	trust := attach.PodTrust{State: truststore.Trusted, TLS: attach.Pass, Nested: attach.Inspect}
 	for name, tc := range map[string]struct {
 		req  Request
 		want string
@@ -45,6 +47,16 @@ func TestConnectRequestNamesDestinationAndPod(t *testing.T) {
 			},
 			"CONNECT 10.0.0.5:80 HTTP/1.1\r\nHost: 10.0.0.5:80\r\n" +
 				"Sluice-Source: 192.0.2.7:40000\r\nSluice-Direction: inbound\r\n\r\n",
+		},
+		"of a pod that trusts the CA": {
+			Request{Destination: netip.MustParseAddrPort("192.0.2.7:443"), Trust: trust},
+			"CONNECT 192.0.2.7:443 HTTP/1.1\r\nHost: 192.0.2.7:443\r\n" +
+				"Sluice-Trust: trusted\r\nSluice-TLS: pass\r\n\r\n",
+		},
+		"of a nested container": {
+			Request{Destination: netip.MustParseAddrPort("192.0.2.7:443"), Trust: trust, Nested: true},
+			"CONNECT 192.0.2.7:443 HTTP/1.1\r\nHost: 192.0.2.7:443\r\n" +
+				"Sluice-Trust: trusted\r\nSluice-TLS: inspect\r\nSluice-Nested: true\r\n\r\n",
 		},
 		"without source and pod": {
 			Request{Destination: netip.MustParseAddrPort("192.0.2.7:443")},

@@ -40,6 +40,9 @@ type Request struct {
 	Pod    attach.Pod
 	// Inbound marks a connection to the pod.
 	Inbound bool
+	// Trust is that of the pod. Nested marks a connection of a container that a Docker in the pod started.
+	Trust  attach.PodTrust
+	Nested bool
 }
 
 // HalfClose reports whether the upstream's protocol carries the end of one direction alone.

@@ -146,6 +146,8 @@ type Record struct {
 	Attachment
 	NetnsID NetnsID `json:"netnsID"`
 	State   State   `json:"state"`
+	// Trust is that of the decision. It is the zero value until there is one.
+	Trust Trust `json:"trust"`
 	// Installed is nil if no ruleset was installed, or none to its end.
 	Installed *ruleset.Installed `json:"installed,omitempty"`
 }
@@ -183,6 +185,8 @@ type Decision struct {
 	// Provisional means that the pod is captured until the daemon knows whether it opted in.
 	Provisional bool `json:"provisional,omitempty"`
 	Late        Late `json:"late"`
+	// Trust is about TLS. It is set if Capture is true.
+	Trust Trust `json:"trust"`
 	// Reason is the reason for the decision, for logs. An answer without a reason is not a decision.
 	Reason string `json:"reason"`
 }

@@ -1,0 +1,35 @@
+package attach
+
+import "github.com/sluice-cni/sluice/plugin/truststore"
+
+// Trust says whether a pod's containers are given the CA of the proxy, and what happens to their TLS.
+type Trust struct {
+	// CA is true if the CA is added to the trust stores of the containers.
+	CA bool `json:"ca"`
+	// TLS is the policy for containers that are not known to trust the CA.
+	TLS TLSPolicy `json:"tls"`
+	// Nested is the policy for containers that a Docker in the pod starts. They are not given the CA.
+	Nested TLSPolicy `json:"nested"`
+}
+
+// TLSPolicy is one of TLSPolicies.
+type TLSPolicy string
+
+// The policies.
+const (
+	// Pass lets TLS through untouched: the proxy sees its destination and name, and nothing breaks.
+	Pass TLSPolicy = "pass"
+	// Inspect terminates TLS: a client that does not trust the CA fails.
+	Inspect TLSPolicy = "inspect"
+)
+
+// TLSPolicies are all policies for TLS.
+var TLSPolicies = []TLSPolicy{Pass, Inspect}
+
+// PodTrust is what proxies need to know to treat a pod's TLS. The zero value says nothing.
+type PodTrust struct {
+	// State says how far the pod's containers trust the CA: the least of theirs.
+	State truststore.State
+	// TLS and Nested are those of Trust.
+	TLS, Nested TLSPolicy
+}
