@@ -23,7 +23,6 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
-	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
@@ -258,8 +257,8 @@ func TestChangedPodsAreDescribedAgain(t *testing.T) {
 	second.wants(kindHello, "")
 	second.wants(kindPod, id)
 	for _, trust := range []attach.PodTrust{
-		{State: truststore.Trusted, TLS: attach.Pass, Nested: attach.Pass},
-		{State: truststore.Unknown, TLS: attach.Inspect, Nested: attach.Pass},
+		{State: "trusted", TLS: attach.Pass, Nested: attach.Pass},
+		{State: "unknown", TLS: attach.Inspect, Nested: attach.Pass},
 	} {
 		h.setTrust(trust)
 		want := &podDescription{

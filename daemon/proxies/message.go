@@ -9,7 +9,6 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
-	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
 // version is that of the protocol: docs/proxies.md.
@@ -57,7 +56,7 @@ type podDescription struct {
 	UID       string            `json:"uid"`
 	IPs       []string          `json:"ips"`
 	Labels    map[string]string `json:"labels,omitempty"`
-	Trust     truststore.State  `json:"trust,omitempty"`
+	Trust     string            `json:"trust,omitempty"`
 	TLS       attach.TLSPolicy  `json:"tls,omitempty"`
 	Nested    attach.TLSPolicy  `json:"nested,omitempty"`
 }

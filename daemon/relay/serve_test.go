@@ -31,7 +31,6 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
-	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
 func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
@@ -170,7 +169,7 @@ func (s *served) queued(t *testing.T) int {
 func (s *served) isIdle() bool { return s.accepted.Len() == 0 && s.pod.Counts() == (sockdiag.Counts{}) }
 
 // podTrust is the trust of the pod in these tests.
-var podTrust = attach.PodTrust{State: truststore.Trusted, TLS: attach.Pass, Nested: attach.Inspect}
+var podTrust = attach.PodTrust{State: "trusted", TLS: attach.Pass, Nested: attach.Inspect}
 
 func ok(*http.Request) int { return http.StatusOK }
 

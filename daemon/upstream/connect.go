@@ -69,7 +69,7 @@ func connectRequest(req Request) string {
 		{"Sluice-Pod-UID", req.Pod.UID},
 		{"Sluice-Source", source(req.Source)},
 		{"Sluice-Direction", direction(req)},
-		{"Sluice-Trust", string(req.Trust.State)},
+		{"Sluice-Trust", req.Trust.State},
 		{"Sluice-TLS", string(tlsPolicy(req))},
 		{"Sluice-Nested", nested(req)},
 	} {

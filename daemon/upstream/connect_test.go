@@ -14,12 +14,11 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/plugin/attach"
-	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
 func TestConnectRequestNamesDestinationAndPod(t *testing.T) {
 	t.Parallel()
-	trust := attach.PodTrust{State: truststore.Trusted, TLS: attach.Pass, Nested: attach.Inspect}
+	trust := attach.PodTrust{State: "trusted", TLS: attach.Pass, Nested: attach.Inspect}
 	for name, tc := range map[string]struct {
 		req  Request
 		want string

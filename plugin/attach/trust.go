@@ -1,7 +1,5 @@
 package attach
 
-import "github.com/sluice-cni/sluice/plugin/truststore"
-
 // Trust says whether a pod's containers are given the CA of the proxy, and what happens to their TLS.
 type Trust struct {
 	// CA is true if the CA is added to the trust stores of the containers.
@@ -28,8 +26,8 @@ var TLSPolicies = []TLSPolicy{Pass, Inspect}
 
 // PodTrust is what proxies need to know to treat a pod's TLS. The zero value says nothing.
 type PodTrust struct {
-	// State says how far the pod's containers trust the CA: the least of theirs.
-	State truststore.State
+	// State is a truststore.State: how far the containers of the pod trust the CA, the least of theirs.
+	State string
 	// TLS and Nested are those of Trust.
 	TLS, Nested TLSPolicy
 }
