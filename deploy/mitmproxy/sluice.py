@@ -13,14 +13,14 @@ CONNECT requests.
 The mode of mitmproxy's own server does not matter: it is for clients that use mitmproxy explicitly. Without such
 clients, add `--set server=false`.
 
-Flows name their pod in their comment (`~comment ci/`) and in their metadata (`~meta ci/`): sluice.pod,
-sluice.namespace, sluice.name, sluice.uid, sluice.node, sluice.direction, sluice.labels. Lines of mitmdump and of
-the log show it behind the client's address: `10.0.0.5:40000 ci/runner-1`.
+Flows name their pod in their comment (`~comment ^ci/`) and in their metadata (`~meta "^sluice.namespace: ci$"`):
+sluice.pod, sluice.namespace, sluice.name, sluice.uid, sluice.node, sluice.direction, sluice.labels. Lines of
+mitmdump and of the log show it behind the client's address: `10.0.0.5:40000 ci/runner-1`.
 
 mitmproxy loads this file again when it changes. Connections that are open go on, and connections that wait are
 accepted by the new instance.
 
-Needs mitmproxy 8.1 or later and no other package. docs/proxies.md in sluice's repository describes the protocol.
+Needs mitmproxy 8.1.1 or later and no other package. docs/proxies.md in sluice's repository describes the protocol.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import struct
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from mitmproxy import ctx, platform, version
+from mitmproxy import ctx, exceptions, platform, version
 
 PROTOCOL = 1
 MAX_MESSAGE = 64 << 10
@@ -224,7 +224,7 @@ class Session:
         while True:
             try:
                 await self._talk()
-            except (OSError, EOFError, ValueError, KeyError) as e:
+            except Exception as e:  # a message of any kind must not end this task
                 if logged != repr(e):
                     log(logging.WARNING, "%s: %s; connecting again", self.path, e)
                 logged = repr(e)
@@ -310,6 +310,13 @@ class Port(int):
         self = super().__new__(cls, port)
         self.pod = pod
         return self
+
+    # mitmproxy caches the text of an address. Ports of different pods, and the number alone, must not share it.
+    def __eq__(self, other: object) -> bool:
+        return int(self) == other and getattr(other, "pod", self.pod) == self.pod
+
+    def __hash__(self) -> int:
+        return hash((int(self), self.pod))
 
     def __format__(self, spec: str) -> str:
         # mitmproxy formats addresses as f"{host}:{port}". Files and JSON are made with str() and repr(), and
@@ -474,8 +481,9 @@ class Sluice:
         self.talking: asyncio.Task[None] | None = None
         self.front: Front | None = None
         self.kept = Kept()
-        self.room = 0  # number of further connections for which there are descriptors, at least
+        self.room = 0  # number of further connections for which there are descriptors: a lower bound
         self.flows = 0  # number of flows since they were last counted
+        self.relays: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
 
     def load(self, loader: Any) -> None:
         before = {name: value for name, value in ctx.options.items() if name.startswith("sluice_")}
@@ -498,6 +506,13 @@ class Sluice:
         )
         # mitmproxy sets an option back to its default if its help or its default has changed with a new sluice.py.
         ctx.options.update(**{name: option.current() for name, option in before.items() if name in ctx.options})
+
+    def configure(self, updated: set[str]) -> None:
+        if "sluice_relays" in updated:
+            try:
+                self.relays = [ipaddress.ip_network(n) for n in ctx.options.sluice_relays if n]
+            except ValueError as e:
+                raise exceptions.OptionsError(f"sluice_relays: {e}") from e
 
     def running(self) -> None:
         if not ctx.options.sluice_socket or self.session:
@@ -707,7 +722,7 @@ class Sluice:
         """Reports whether sluiced may connect from an address, according to the option sluice_relays."""
         ip = ipaddress.ip_address(address)
         ip = getattr(ip, "ipv4_mapped", None) or ip
-        return any(ip in ipaddress.ip_network(n) for n in ctx.options.sluice_relays if n)
+        return any(ip in network for network in self.relays)
 
 
 addons = [Sluice()]

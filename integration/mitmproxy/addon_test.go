@@ -55,6 +55,9 @@ func TestAddonBehindARelay(t *testing.T) {
 	m := mitmCase{node: n, proxy: proxy, from: pod.Host, world: testbed.WorldIPv4, seenAs: testbed.NodeIPv4}
 	m.http(t)
 	m.wantLogged(t, "of default/web uid-web outbound comment default/web")
+	testbed.Eventually(t, "mitmdump shows the pod in its line", func() bool {
+		return strings.Contains(proxy.Log(), " default/web: GET http://")
+	})
 	m.clientFirst(t)
 	testbed.Eventually(t, "flows of raw TCP show it too", func() bool {
 		return strings.Contains(proxy.Log(), "tcp from 127.0.0.1 of default/web")

@@ -63,6 +63,10 @@ func browse(use func(*http.Client) error) func(*talk) error {
 // get returns a step that asks for pages, one after the other on the same connection, by this version of HTTP.
 func get(version int, urls ...string) func(*talk) error {
 	return browse(func(client *http.Client) error {
+		var protocols http.Protocols
+		protocols.SetHTTP1(version == 1)
+		protocols.SetHTTP2(version == 2)
+		client.Transport.(*http.Transport).Protocols = &protocols
 		for _, url := range urls {
 			if err := getPage(client, version, url); err != nil {
 				return err

@@ -47,7 +47,8 @@ func protocols() []protocol {
 	return []protocol{
 		{"HTTP/1", script{get(1, plain)}, web{tellRequest, false}, ""},
 		{"HTTP/1, kept alive", script{get(1, plain+"1", plain+"2", plain+"3")}, web{tellRequest, false}, ""},
-		{"HTTPS, kept alive", script{get(2, secret+"1", secret+"2")}, web{tellRequest, true}, ""},
+		{"HTTPS, kept alive", script{get(1, secret+"1", secret+"2")}, web{tellRequest, true}, ""},
+		{"HTTP/2, kept alive", script{get(2, secret+"1", secret+"2")}, web{tellRequest, true}, ""},
 		{"HTTP/2, 100 streams", script{browse(h2.ask)}, web{h2.answer, true}, ""},
 		{"gRPC-like streams", script{browse(exchangeFrames)}, web{echoFrames, true}, ""},
 		{"WebSocket", script{exchangeMessages}, web{echoMessages, false}, ""},

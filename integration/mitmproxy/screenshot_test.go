@@ -52,7 +52,7 @@ func TestScreenshot(t *testing.T) {
 			"--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
 			"--disable-background-networking", "--disable-component-update", "--disable-sync",
 			"--user-data-dir=" + t.TempDir(), "--window-size=1280,240", "--virtual-time-budget=5000",
-		}, args...), "http://"+address+"/?token="+password+"#/flows?s="+url.PathEscape("~comment default/runner1"))...)
+		}, args...), "http://"+address+"/?token="+password+"#/flows?s="+url.PathEscape("~comment ^default/runner1"))...)
 		out := new(strings.Builder)
 		cmd.Stdout = out
 		if err := n.Start(cmd); err != nil {

@@ -18,11 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mitmproxy import options, platform
+from mitmproxy import exceptions, options, platform
 from mitmproxy.addons.proxyauth import ProxyAuth
 from mitmproxy.addons.proxyserver import Proxyserver
 from mitmproxy.addons.view import View
 from mitmproxy.test import taddons, tflow
+from mitmproxy.utils import human
 
 import sluice
 
@@ -365,6 +366,12 @@ def test_the_address_shows_the_pod() -> None:
     assert str(port) == f"{port:d}" == "40000" and port == 40000
 
 
+def test_mitmproxys_cache_tells_pods_apart() -> None:
+    ports = [40000, sluice.Port(40000, "ci/a"), sluice.Port(40000, "ci/b")]
+    shown = [human.format_address(("10.0.0.5", port)) for port in ports]
+    assert shown == ["10.0.0.5:40000", "10.0.0.5:40000 ci/a", "10.0.0.5:40000 ci/b"]
+
+
 @pytest.mark.parametrize(
     ("host", "shown"),
     [("10.0.0.5", "10.0.0.5"), ("172.17.0.2", "10.0.0.5"), ("fd00:1::2", "fd00::5"), ("fd00::5", "fd00::5")],
@@ -432,6 +439,11 @@ def test_trusted(relays: list[str], address: str, trusted: bool) -> None:
     with mitmproxy() as (addon, context):
         context.configure(addon, sluice_relays=relays)
         assert addon.trusted(address) == trusted
+
+
+def test_bad_relays() -> None:
+    with mitmproxy() as (addon, context), pytest.raises(exceptions.OptionsError, match="sluice_relays: 10.0.0.1/8"):
+        context.configure(addon, sluice_relays=["10.0.0.1/8"])
 
 
 @pytest.mark.parametrize(("relays", "pod"), [(["127.0.0.1"], "ci/runner"), ([], None)])
