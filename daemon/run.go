@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -60,7 +61,10 @@ must have upstream.address (or upstream.podSelector, upstream.service, or the pr
 			if err != nil {
 				return err
 			}
-			d := daemon{conf: conf, kubeconfig: kubeconfig, excluded: namespaces.Excluded, log: log}
+			d := daemon{
+				conf: conf, kubeconfig: kubeconfig, excluded: namespaces.Excluded,
+				plugin: filepath.Join(flags.binDir, "sluice"), log: log,
+			}
 			if keep {
 				d.keeper = &install.Keeper{Installer: installer, Log: log}
 			}
@@ -86,6 +90,7 @@ type daemon struct {
 	conf       config.Config
 	kubeconfig string
 	excluded   func(namespace string) bool
+	plugin     string // the installed binary
 	keeper     *install.Keeper // nil without --install
 	log        *slog.Logger
 }
@@ -132,6 +137,7 @@ func (d daemon) run(ctx context.Context) error {
 	if d.keeper != nil {
 		group.Go(func() error { return d.keeper.Run(serving) })
 	}
+	group.Go(func() error { return p.trust.run(serving) })
 	group.Go(func() error { return p.api.Serve(serving, socket) })
 	if d.conf.MetricsAddress != "" {
 		group.Go(func() error { return p.api.ServeMetrics(serving, d.conf.MetricsAddress) })
@@ -162,6 +168,7 @@ type parts struct {
 	node     *kube.Node         // nil unless capture.source is kubernetes
 	upstream *upstream.Upstream // nil with the protocol sockets
 	hub      *proxies.Hub
+	trust    *podTrust
 	agent    *agent.Agent
 	api      *api.API
 }
@@ -177,14 +184,23 @@ func (d daemon) build() (p parts, err error) {
 	// There is a hub even where sluiced relays: a proxy may hold listeners of an earlier daemon, and has to close them.
 	p.hub = proxies.New(d.conf.ProxySocket, nodeName(), labels, d.log)
 	status, accept, proxyReturn := d.upstream(&p)
-	table := endpoint.NewTable(accept, d.log)
-	decider := decider{conf: d.conf, resolvers: d.findResolvers(resolvConf), proxies: p.hub.Addresses}
+	table := endpoint.NewTable(func(s endpoint.Served) endpoint.Acceptor {
+		return trusting{accept(s, func() attach.PodTrust { return p.trust.of(s.Records()) }), s.Pod, p.trust}
+	}, d.log)
+	orchestrator := newOrchestrator(decider{
+		conf: d.conf, resolvers: d.findResolvers(resolvConf), proxies: p.hub.Addresses,
+	}, p.node, d.excluded)
+	if p.trust, err = newPodTrust(d, table, p.hub, orchestrator); err != nil {
+		return p, err
+	}
 	p.agent = agent.New(agent.Config{
-		Orchestrator: newOrchestrator(decider, p.node, d.excluded),
+		Orchestrator: orchestrator,
 		Store:        attach.NewStore(d.conf.StateDir),
 		Upstream:     status, Table: table, ProxyReturn: proxyReturn, Log: d.log,
 	})
-	p.api = &api.API{Agent: p.agent, Table: table, Upstream: status, Ready: d.ready(p.node), Log: d.log}
+	p.api = &api.API{
+		Agent: p.agent, Table: table, Upstream: status, Trust: p.trust.status, Ready: d.ready(p.node), Log: d.log,
+	}
 	return p, nil
 }
 
@@ -207,10 +223,13 @@ func (d daemon) findResolvers(path string) []netip.Addr {
 
 // upstream returns the two ways to the upstream: proxies that take the listeners, or a relay.
 func (d daemon) upstream(p *parts) (
-	status agent.Upstream, accept func(endpoint.Served) endpoint.Acceptor, proxyReturn time.Duration,
+	status agent.Upstream, accept func(endpoint.Served, func() attach.PodTrust) endpoint.Acceptor,
+	proxyReturn time.Duration,
 ) {
 	if d.conf.Upstream.Protocol == config.Sockets {
-		return p.hub, func(s endpoint.Served) endpoint.Acceptor { return p.hub.For(s, noTrust) }, proxies.ReturnTimeout
+		return p.hub, func(s endpoint.Served, trust func() attach.PodTrust) endpoint.Acceptor {
+			return p.hub.For(s, trust)
+		}, proxies.ReturnTimeout
 	}
 	var locate func() (string, error)
 	if p.node != nil {
@@ -218,7 +237,9 @@ func (d daemon) upstream(p *parts) (
 	}
 	p.upstream = upstream.New(d.conf.Upstream, locate, d.log)
 	r := relay.New(p.upstream, d.log)
-	return p.upstream, func(s endpoint.Served) endpoint.Acceptor { return r.For(s, noTrust) }, 0
+	return p.upstream, func(s endpoint.Served, trust func() attach.PodTrust) endpoint.Acceptor {
+		return r.For(s, trust)
+	}, 0
 }
 
 // ready returns the function that says why the daemon is not ready to serve.
@@ -254,6 +275,3 @@ func nodeName() string {
 	}
 	return name
 }
-
-// noTrust says nothing about the TLS of a pod.
-func noTrust() attach.PodTrust { return attach.PodTrust{} }

@@ -23,6 +23,8 @@ type API struct {
 	Agent    *agent.Agent
 	Table    *endpoint.Table
 	Upstream agent.Upstream
+	// Trust adds to the status of an attachment how far its containers trust the proxy's CA. It may be nil.
+	Trust func(*attach.AttachmentStatus)
 	// Ready says why the daemon is not ready to serve. It may be nil.
 	Ready func() error
 	Log   *slog.Logger
@@ -91,7 +93,13 @@ func (a *API) detach(w http.ResponseWriter, r *http.Request) {
 // attachments describes every attachment as it is now.
 func (a *API) attachments() []attach.AttachmentStatus {
 	a.Agent.Count()
-	return a.Table.Status()
+	all := a.Table.Status()
+	for i := range all {
+		if a.Trust != nil {
+			a.Trust(&all[i])
+		}
+	}
+	return all
 }
 
 // Summary is the status without the attachments, which take time to describe.

@@ -29,7 +29,7 @@ type Config struct {
 	Capture  Capture
 	// Late is the policy for new connections while the upstream is late, and its timeout (0: no limit).
 	Late attach.Late
-	// Trust is the treatment of TLS for pods without annotations about it.
+	// Trust is the treatment of TLS for pods without annotations about it. A policy that is not set is empty.
 	Trust attach.Trust
 	// CAFile (trust.caFile) is the file with the CA certificates that captured containers are to trust, in PEM. It may
 	// come later than the daemon, and may change.
@@ -155,7 +155,7 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 			ExcludeCIDRs: ruleset.LinkLocal(), RejectQUIC: true, Other: ruleset.OtherAllow, Ports: ruleset.DefaultPorts,
 		},
 		Late:           attach.Late{Policy: attach.Queue},
-		Trust:          attach.Trust{CA: true, TLS: attach.Pass, Nested: attach.Pass},
+		Trust:          attach.Trust{CA: true},
 		CAFile:         "/etc/sluice/ca/ca.crt",
 		NRISocket:      "/var/run/nri/nri.sock",
 		AgentSocket:    attach.DefaultSocket,

@@ -40,7 +40,7 @@ func defaults() Config {
 			Ports: ruleset.Ports{Outbound: 15001, Inbound: 15006},
 		},
 		Late:           attach.Late{Policy: attach.Queue},
-		Trust:          attach.Trust{CA: true, TLS: attach.Pass, Nested: attach.Pass},
+		Trust:          attach.Trust{CA: true},
 		CAFile:         "/etc/sluice/ca/ca.crt",
 		NRISocket:      "/var/run/nri/nri.sock",
 		AgentSocket:    "/run/sluice/agent.sock",

@@ -112,6 +112,18 @@ func isGone(path string, id attach.NetnsID) bool {
 	return err == nil && !now.SameFile(id) || errors.Is(err, attach.ErrNetnsGone)
 }
 
+// Captured returns the record of a captured pod with that UID.
+func (t *Table) Captured(podUID string) (attach.Record, bool) {
+	for _, e := range t.All() {
+		for _, r := range e.Records() {
+			if r.Pod.UID == podUID && r.State == attach.Captured {
+				return r, true
+			}
+		}
+	}
+	return attach.Record{}, false
+}
+
 // HasPod reports whether a pod of that name is attached.
 func (t *Table) HasPod(pod attach.Pod) bool {
 	for _, e := range t.All() {

@@ -48,6 +48,14 @@ type ProxyStatus struct {
 	Connections int `json:"connections"`
 }
 
+// ContainerTrust says how far one container trusts the proxy's CA.
+type ContainerTrust struct {
+	Name  string `json:"name"`
+	Trust string `json:"trust"`
+	// Note is the reason for another state than trusted, or a restriction of it.
+	Note string `json:"note,omitempty"`
+}
+
 // AttachmentStatus is the status of one attachment, one line of the table of `sluiced status`.
 type AttachmentStatus struct {
 	// Pod is Pod.String, and Attachment is ID.String.
@@ -66,6 +74,11 @@ type AttachmentStatus struct {
 	Backend string `json:"backend,omitempty"`
 	// Wall is Installed.Wall: the packets that the wall sees.
 	Wall string `json:"wall,omitempty"`
+	// Trust says how far the containers of the pod trust the proxy's CA: trusted, files-only or unknown. It is empty if
+	// they are not to be given one.
+	Trust string `json:"trust,omitempty"`
+	// Containers are the running containers of the pod, if Trust is not empty.
+	Containers []ContainerTrust `json:"containers,omitempty"`
 	// Stopped is how many packets were stopped, by cause: pod, nested, packet, quic or other.
 	Stopped map[string]uint64 `json:"stopped,omitempty"`
 	// Notes name shortcomings, such as no SYN gate or a listener that cannot be opened.

@@ -1,13 +1,14 @@
 package attach
 
-// Trust says whether a pod's containers are given the CA of the proxy, and what happens to their TLS.
+// Trust says whether a pod's containers are given the CA of the proxy, and what happens to their TLS. An empty policy
+// is not set: it is Pass as soon as the daemon has a CA, and until then proxies do as they like.
 type Trust struct {
 	// CA is true if the CA is added to the trust stores of the containers.
 	CA bool `json:"ca"`
 	// TLS is the policy for containers that are not known to trust the CA.
-	TLS TLSPolicy `json:"tls"`
+	TLS TLSPolicy `json:"tls,omitempty"`
 	// Nested is the policy for containers that a Docker in the pod starts. They are not given the CA.
-	Nested TLSPolicy `json:"nested"`
+	Nested TLSPolicy `json:"nested,omitempty"`
 }
 
 // TLSPolicy is one of TLSPolicies.

@@ -1,0 +1,172 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"path/filepath"
+	"sync"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/sluice-cni/sluice/daemon/agent"
+	"github.com/sluice-cni/sluice/daemon/endpoint"
+	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/proxies"
+	"github.com/sluice-cni/sluice/daemon/trust"
+	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// reasonNotTrusted is the reason of the events about containers that do not trust the proxy's CA.
+const reasonNotTrusted = "SluiceCANotTrusted"
+
+// podTrust connects package trust, which knows containers, with the captured pods.
+type podTrust struct {
+	*trust.Trust
+	table        *endpoint.Table
+	hub          *proxies.Hub
+	orchestrator agent.Orchestrator
+
+	mu      sync.Mutex      // guards changed
+	changed map[string]bool // UIDs of pods whose state may have changed
+	wake    chan struct{}   // receives when there are some
+
+	reported map[string]string // the note of the last event about a container, by its ID; of the goroutine of report
+}
+
+func newPodTrust(d daemon, table *endpoint.Table, hub *proxies.Hub, orchestrator agent.Orchestrator) (*podTrust, error) {
+	t := &podTrust{
+		table: table, hub: hub, orchestrator: orchestrator,
+		changed: map[string]bool{}, wake: make(chan struct{}, 1), reported: map[string]string{},
+	}
+	var err error
+	t.Trust, err = trust.New(trust.Config{
+		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: filepath.Join(d.conf.StateDir, "trust"),
+		Plugin: d.plugin, Wanted: t.wanted, Changed: t.noteChange, Log: d.log,
+	})
+	return t, err
+}
+
+// wanted reports whether the containers of a pod are to be given the CA.
+func (t *podTrust) wanted(podUID string) bool {
+	r, ok := t.table.Captured(podUID)
+	return ok && podUID != "" && r.Trust.CA
+}
+
+// of describes the trust of the pod with these records.
+func (t *podTrust) of(records []attach.Record) attach.PodTrust {
+	for _, r := range records {
+		if r.State == attach.Captured {
+			return t.ofRecord(r)
+		}
+	}
+	return attach.PodTrust{}
+}
+
+func (t *podTrust) ofRecord(r attach.Record) attach.PodTrust {
+	d := attach.PodTrust{TLS: r.Trust.TLS, Nested: r.Trust.Nested}
+	if t.HasCA() {
+		d.TLS, d.Nested = cmp.Or(d.TLS, attach.Pass), cmp.Or(d.Nested, attach.Pass)
+	}
+	if d == (attach.PodTrust{}) {
+		return d
+	}
+	d.State = string(truststore.Unknown)
+	if r.Trust.CA {
+		d.State = string(t.State(r.Pod.UID).State)
+	}
+	return d
+}
+
+// status adds the trust of an attachment's containers to its status.
+func (t *podTrust) status(a *attach.AttachmentStatus) {
+	id, err := attach.ParseID(a.Attachment)
+	if err != nil {
+		return
+	}
+	e := t.table.Find(id)
+	if e == nil {
+		return // removed meanwhile
+	}
+	r, ok := e.Record(id)
+	if !ok || r.State != attach.Captured || !r.Trust.CA {
+		return
+	}
+	pod := t.State(r.Pod.UID)
+	a.Trust = string(pod.State)
+	if pod.Note != "" {
+		a.Notes = append(a.Notes, "trust in the proxy's CA: "+pod.Note)
+	}
+	for _, c := range pod.Containers {
+		a.Containers = append(a.Containers, attach.ContainerTrust{Name: c.Name, Trust: string(c.State), Note: c.Note})
+		if c.Note != "" {
+			a.Notes = append(a.Notes, fmt.Sprintf("container %s, trust in the proxy's CA: %s", c.Name, c.Note))
+		}
+	}
+}
+
+// run serves the container runtime, and tells proxies and pods of changes, until ctx ends.
+func (t *podTrust) run(ctx context.Context) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return t.Run(ctx) })
+	group.Go(func() error {
+		for {
+			select {
+			case <-t.wake:
+				t.report()
+			case <-ctx.Done():
+				return nil
+			}
+		}
+	})
+	return group.Wait()
+}
+
+// noteChange implements trust.Config.Changed.
+func (t *podTrust) noteChange(podUID string) {
+	t.hub.Refresh() // before the container's process starts
+	t.mu.Lock()
+	t.changed[podUID] = true
+	t.mu.Unlock()
+	select {
+	case t.wake <- struct{}{}:
+	default:
+	}
+}
+
+// report makes events on pods with containers that do not trust the CA.
+func (t *podTrust) report() {
+	t.mu.Lock()
+	changed := t.changed
+	t.changed = map[string]bool{}
+	t.mu.Unlock()
+	for uid := range changed {
+		r, ok := t.table.Captured(uid)
+		if !ok {
+			continue
+		}
+		for _, c := range t.State(uid).Containers {
+			if c.State == truststore.Trusted || c.Note == t.reported[c.ID] {
+				continue
+			}
+			t.reported[c.ID] = c.Note
+			t.orchestrator.Report(r.Pod, true, reasonNotTrusted, fmt.Sprintf(
+				"container %s does not trust the proxy's CA in full (%s): %s", c.Name, c.State, c.Note))
+		}
+	}
+}
+
+// trusting accepts the connections of a pod once its containers have been given the CA. They wait until then.
+type trusting struct {
+	endpoint.Acceptor
+	pod   attach.Pod
+	trust *podTrust
+}
+
+// Serve implements endpoint.Acceptor.
+func (a trusting) Serve(ctx, accepting context.Context, g *gate.Gate) {
+	if a.trust.Ready(accepting, a.pod.UID) == nil {
+		a.Acceptor.Serve(ctx, accepting, g)
+	}
+}
