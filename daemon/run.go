@@ -90,7 +90,7 @@ type daemon struct {
 	conf       config.Config
 	kubeconfig string
 	excluded   func(namespace string) bool
-	plugin     string // the installed binary
+	plugin     string          // the installed binary
 	keeper     *install.Keeper // nil without --install
 	log        *slog.Logger
 }

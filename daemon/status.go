@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -29,6 +30,8 @@ one line for each attachment, that is for each network interface of a pod that t
   WAITING  connections that wait for the proxy
   OPEN     connections that the proxy carries
   BYTES    bytes relayed in both directions
+  TRUST    how far the pod's containers trust the proxy's CA, if sluice gives it to some pod: trusted, files-only or
+           unknown
 
 Below the table are packets that were stopped. They would have left the pod around the proxy if the cause is "pod" (a
 raw socket, or a connection that the kernel has forgotten), "nested" (a container in the pod) or "packet" (a packet
@@ -114,10 +117,19 @@ func printStatus(w io.Writer, s attach.Status) error {
 		return err
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "POD\tATTACHMENT\tSTATE\tWAITING\tOPEN\tBYTES")
+	fmt.Fprint(t, "POD\tATTACHMENT\tSTATE\tWAITING\tOPEN\tBYTES")
+	withTrust := slices.ContainsFunc(s.Attachments, func(a attach.AttachmentStatus) bool { return a.Trust != "" })
+	if withTrust {
+		fmt.Fprint(t, "\tTRUST")
+	}
+	fmt.Fprintln(t)
 	for _, a := range s.Attachments {
-		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%d\t%s\n",
+		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%d\t%s",
 			a.Pod, shorten(a.Attachment), a.State, a.Waiting, a.Open, size(a.Bytes))
+		if withTrust {
+			fmt.Fprintf(t, "\t%s", cmp.Or(a.Trust, "-"))
+		}
+		fmt.Fprintln(t)
 	}
 	if err := t.Flush(); err != nil {
 		return err

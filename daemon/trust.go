@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"path/filepath"
+	"strings"
 	"sync"
 
 	"golang.org/x/sync/errgroup"
@@ -32,7 +33,7 @@ type podTrust struct {
 	changed map[string]bool // UIDs of pods whose state may have changed
 	wake    chan struct{}   // receives when there are some
 
-	reported map[string]string // the note of the last event about a container, by its ID; of the goroutine of report
+	reported map[string]string // the last event on each pod, by its UID; of the goroutine of report
 }
 
 func newPodTrust(d daemon, table *endpoint.Table, hub *proxies.Hub, orchestrator agent.Orchestrator) (*podTrust, error) {
@@ -43,7 +44,7 @@ func newPodTrust(d daemon, table *endpoint.Table, hub *proxies.Hub, orchestrator
 	var err error
 	t.Trust, err = trust.New(trust.Config{
 		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: filepath.Join(d.conf.StateDir, "trust"),
-		Plugin: d.plugin, Wanted: t.wanted, Changed: t.noteChange, Log: d.log,
+		Hook: d.plugin, Plugin: d.plugin, Wanted: t.wanted, Changed: t.noteChange, Log: d.log,
 	})
 	return t, err
 }
@@ -51,7 +52,7 @@ func newPodTrust(d daemon, table *endpoint.Table, hub *proxies.Hub, orchestrator
 // wanted reports whether the containers of a pod are to be given the CA.
 func (t *podTrust) wanted(podUID string) bool {
 	r, ok := t.table.Captured(podUID)
-	return ok && podUID != "" && r.Trust.CA
+	return ok && podUID != "" && r.Trust.CA && t.ofRecord(r) != (attach.PodTrust{})
 }
 
 // of describes the trust of the pod with these records.
@@ -64,6 +65,8 @@ func (t *podTrust) of(records []attach.Record) attach.PodTrust {
 	return attach.PodTrust{}
 }
 
+// ofRecord describes the trust of a pod with this record. It is empty as long as there is neither a policy nor a CA:
+// then sluice has no part in it.
 func (t *podTrust) ofRecord(r attach.Record) attach.PodTrust {
 	d := attach.PodTrust{TLS: r.Trust.TLS, Nested: r.Trust.Nested}
 	if t.HasCA() {
@@ -90,7 +93,7 @@ func (t *podTrust) status(a *attach.AttachmentStatus) {
 		return // removed meanwhile
 	}
 	r, ok := e.Record(id)
-	if !ok || r.State != attach.Captured || !r.Trust.CA {
+	if !ok || r.State != attach.Captured || !r.Trust.CA || t.ofRecord(r) == (attach.PodTrust{}) {
 		return
 	}
 	pod := t.State(r.Pod.UID)
@@ -144,16 +147,20 @@ func (t *podTrust) report() {
 	for uid := range changed {
 		r, ok := t.table.Captured(uid)
 		if !ok {
+			delete(t.reported, uid)
 			continue
 		}
+		var messages []string
 		for _, c := range t.State(uid).Containers {
-			if c.State == truststore.Trusted || c.Note == t.reported[c.ID] {
-				continue
+			if c.State != truststore.Trusted {
+				messages = append(messages, fmt.Sprintf("container %s (%s): %s", c.Name, c.State, c.Note))
 			}
-			t.reported[c.ID] = c.Note
-			t.orchestrator.Report(r.Pod, true, reasonNotTrusted, fmt.Sprintf(
-				"container %s does not trust the proxy's CA in full (%s): %s", c.Name, c.State, c.Note))
 		}
+		message := strings.Join(messages, "\n")
+		if message != "" && message != t.reported[uid] {
+			t.orchestrator.Report(r.Pod, true, reasonNotTrusted, "the proxy's CA is not trusted in full: "+message)
+		}
+		t.reported[uid] = message
 	}
 }
 

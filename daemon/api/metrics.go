@@ -47,6 +47,9 @@ var (
 		"How many times the rules of a pod were not as installed and were restored.")
 	podWaitingConnections = describe("sluice_pod_waiting_connections",
 		"Captured connections of one pod that wait for the upstream.", "pod")
+	containers = describe("sluice_containers",
+		"Running containers that are to trust the proxy's CA, by how far they do: trusted, files-only or unknown.",
+		"trust")
 	proxies = describe("sluice_proxies",
 		"Connected proxies that take sockets, by whether they answer.", "state")
 	proxyPods = describe("sluice_proxy_pods",
@@ -57,7 +60,7 @@ var (
 func (Metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		upstreamReady, attachments, waitingConnections, openConnections, expiredConnections, directConnections,
-		stoppedPackets, restoredRules, podWaitingConnections, proxies, proxyPods,
+		stoppedPackets, restoredRules, podWaitingConnections, containers, proxies, proxyPods,
 	} {
 		ch <- d
 	}
@@ -82,6 +85,7 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 	send(upstreamReady, prometheus.GaugeValue, float64(ready))
 	gauges(attachments, sums.states)
 	gauges(podWaitingConnections, sums.waitingByPod)
+	gauges(containers, sums.containers)
 	gauges(proxies, sums.proxies)
 	gauges(proxyPods, sums.proxyPods)
 	send(waitingConnections, prometheus.GaugeValue, float64(sums.waiting))
@@ -100,15 +104,22 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 type sums struct {
 	waiting, open                            int
 	states, waitingByPod, proxies, proxyPods map[string]int
+	containers                               map[string]int
 }
 
 func (m Metrics) sum(up attach.UpstreamStatus) sums {
 	s := sums{
 		states: map[string]int{}, waitingByPod: map[string]int{},
-		proxies: map[string]int{}, proxyPods: map[string]int{},
+		proxies: map[string]int{}, proxyPods: map[string]int{}, containers: map[string]int{},
 	}
 	for _, snapshot := range m.API.Table.Snapshots() {
 		a := snapshot.Status()
+		if m.API.Trust != nil {
+			m.API.Trust(&a)
+		}
+		for _, c := range a.Containers {
+			s.containers[c.Trust]++
+		}
 		s.states[string(a.State)]++
 		if a.State == attach.Captured {
 			s.waitingByPod[a.Pod] += a.Waiting

@@ -6,6 +6,11 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{/* Not empty if containers of captured pods are given the proxy's CA. Without quotes, off is false in YAML. */}}
+{{- define "sluice.trust" -}}
+{{- if not (has (toString .Values.config.trust.ca) (list "off" "false")) }}true{{ end -}}
+{{- end }}
+
 {{/* The configuration file of sluiced. An address or a service of the upstream replaces the default podSelector. */}}
 {{- define "sluice.config" -}}
 {{- $config := deepCopy .Values.config -}}
