@@ -73,6 +73,9 @@ func (t *Trust) missRuntime(err error) {
 
 // serveOnce serves one connection until it ends. It was connected if the runtime has named its containers.
 func (t *Trust) serveOnce(ctx context.Context) (connected bool, err error) {
+	if t.config.Stopping != nil && t.config.Stopping() {
+		return false, errStopping
+	}
 	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", t.config.Socket)
 	if err != nil {
 		return false, fmt.Errorf("connecting to the container runtime: %w", err)
@@ -103,6 +106,9 @@ func (t *Trust) serveOnce(ctx context.Context) (connected bool, err error) {
 		return true, ctx.Err()
 	}
 }
+
+// errStopping is the reason for no connection while the runtime stops a container.
+var errStopping = errors.New("the container runtime stops a container; the connection waits for that")
 
 // closed is the error of a connection that has ended.
 func closed(err error) error {

@@ -177,6 +177,12 @@ func (s *scene) newTrust() *Trust {
 func (s *scene) start() (trust *Trust, stop func()) {
 	s.t.Helper()
 	trust = s.newTrust()
+	return trust, s.run(trust)
+}
+
+// run runs a Trust until the test ends, or until stop is called.
+func (s *scene) run(trust *Trust) (stop func()) {
+	s.t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- trust.Run(ctx) }()
@@ -187,7 +193,7 @@ func (s *scene) start() (trust *Trust, stop func()) {
 		}
 	})
 	s.t.Cleanup(stop)
-	return trust, stop
+	return stop
 }
 
 // ready waits until the containers of some sandboxes have been looked at.

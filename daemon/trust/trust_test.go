@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -223,6 +224,25 @@ func TestSilentRuntime(t *testing.T) {
 	}
 	s.ready(trust, "pod")
 	s.wantState(trust, "pod", truststore.Unknown, "has not been asked yet")
+}
+
+// TestStopping: while the runtime stops a container, the daemon does not connect.
+func TestStopping(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "pod")
+	s.setCA(newCA(t, "proxy"))
+	r := s.newRuntime(running("pod", 4242))
+	trust := s.newTrust()
+	var stopping atomic.Bool
+	stopping.Store(true)
+	trust.config.Stopping = stopping.Load
+	s.run(trust)
+	s.ready(trust, "pod")
+	s.wantState(trust, "pod", truststore.Unknown, "stops a container")
+	stopping.Store(false)
+	r.waitFor(1)
+	s.ready(trust, "pod")
+	s.wantState(trust, "pod", truststore.Trusted, "app")
 }
 
 func TestRefusedConfig(t *testing.T) {

@@ -70,6 +70,7 @@ func Sluice(programs ...string) (Image, error) {
 			t.symlink("/usr/sbin/"+name+suffix, "xtables-nft-multi")
 		}
 	}
+	t.file("/etc/ssl/certs/ca-certificates.crt")
 	t.programs(programs)
 	return newImage("sluice:e2e", t, v1.Config{
 		Entrypoint: []string{"sluiced"}, Cmd: []string{"run"}, Env: []string{searchPath},
