@@ -20,6 +20,8 @@ mitmdump and of the log show it behind the client's address: `10.0.0.5:40000 ci/
 TLS of containers that are not known to trust mitmproxy's CA, and of clients that refuse its certificates, is passed
 through. It still is a flow, without contents: `~meta sluice.passed`.
 
+mitmproxy loads its CA when it starts. This addon loads it again when the file changes.
+
 mitmproxy loads this file again when it changes. Connections that are open go on, and connections that wait are
 accepted by the new instance.
 
@@ -43,9 +45,13 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from mitmproxy import ctx, exceptions, platform, tcp, version
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from mitmproxy import certs, ctx, exceptions, platform, tcp, version
+from mitmproxy.net import tls as net_tls
 from mitmproxy.proxy import layers
 from mitmproxy.utils import human
 from OpenSSL import SSL
@@ -644,6 +650,106 @@ class Passed:
                 f"{self.up} bytes up, {self.down} down, {seconds:.1f} s")
 
 
+class Authority:
+    """mitmproxy's CA, which mitmproxy itself loads once. This loads it again when its file has changed."""
+
+    def __init__(self) -> None:
+        self.store: Any = None  # that of mitmproxy when the file was read
+        self.file: tuple[int, ...] = ()  # as it was read
+
+    def refresh(self) -> None:
+        config: Any = ctx.master.addons.get("tlsconfig")
+        folder = Path(ctx.options.confdir).expanduser()
+        try:
+            at = (folder / "mitmproxy-ca.pem").stat()
+        except OSError:
+            return  # it may be on its way
+        file = at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns
+        if config.certstore is self.store and file == self.file:
+            return
+        loaded_before = bool(self.file)
+        self.file = file
+        try:
+            config.certstore = self._load(folder, config.certstore)
+        except Exception as e:  # each version of mitmproxy and of OpenSSL has other ones
+            log(logging.WARNING, "%s/mitmproxy-ca.pem cannot be used, the CA stays: %.200r", folder, e)
+        else:
+            # From 9 on it caches contexts by the path of the chain, and the descriptor's number may come again.
+            context: Any = net_tls.create_client_proxy_context
+            context.cache_clear()
+            if loaded_before:
+                log(logging.INFO, "the CA was loaded again: %s", config.certstore.default_ca.cn)
+        self.store = config.certstore
+
+    @staticmethod
+    def _load(folder: Path, old: Any) -> Any:
+        """Returns a store without leaves. It sends the chain as it is in the file now.
+
+        OpenSSL reads the chain later, from the file. So the store gets a copy, which no process changes.
+        """
+        copy = os.fdopen(os.memfd_create("mitmproxy-ca"), "wb")
+        copy.write((folder / "mitmproxy-ca.pem").read_bytes())
+        copy.flush()
+        path = Path(f"/proc/self/fd/{copy.fileno()}")
+        passphrase = ctx.options.cert_passphrase
+        store: Any = certs.CertStore.from_files(
+            path, folder / "mitmproxy-dhparam.pem", passphrase.encode() if passphrase else None,
+        )
+        store.sluice_copy = copy  # closed with the store
+        chain = [part for part in re.split(b"(?=-----BEGIN )", path.read_bytes()) if b"CERTIFICATE-----" in part]
+        keys = [x509.load_pem_x509_certificate(part).public_key() for part in chain]  # all of them can be read
+        if public(keys[0]) != public(store.default_privatekey.public_key()):
+            raise ValueError("the key is not that of the first certificate")
+        # Certificates of the option `certs` have a name as their key.
+        store.certs.update({name: entry for name, entry in old.certs.items() if isinstance(name, str)})
+        return store
+
+
+def public(key: Any) -> bytes:
+    encoded: bytes = key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo,
+    )
+    return encoded
+
+
+def leaves_name_their_issuer() -> None:
+    """Makes mitmproxy's leaves name the key of their issuer as the issuer itself does.
+
+    Up to 10.0 they have no Authority Key Identifier, and Python 3.13 refuses them. Up to 12.2 it is the SHA-1 of
+    the issuer's key, whatever the issuer has, and OpenSSL refuses a chain in which both differ.
+    """
+    module: Any = certs
+    make = getattr(module.dummy_cert, "sluice_replaces", module.dummy_cert)  # this file may be loaded again
+
+    def dummy_cert(key: Any, issuer: x509.Certificate, *args: Any, **kwargs: Any) -> Any:
+        made = make(key, issuer, *args, **kwargs)
+        leaf: x509.Certificate = made._cert
+        others = [e for e in leaf.extensions if not isinstance(e.value, x509.AuthorityKeyIdentifier)]
+        identifier: x509.AuthorityKeyIdentifier
+        try:
+            of_issuer = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+            identifier = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(of_issuer.value)
+        except x509.ExtensionNotFound:
+            issuer_key: Any = issuer.public_key()
+            identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key)
+        if any(e.value == identifier for e in leaf.extensions):
+            return made
+        # Older versions of cryptography have these times without a zone, and newer ones warn of them.
+        times: Any = leaf if hasattr(leaf, "not_valid_before_utc") else None
+        builder = x509.CertificateBuilder(
+            leaf.issuer, leaf.subject, leaf.public_key(), leaf.serial_number,
+            times.not_valid_before_utc if times else leaf.not_valid_before,
+            times.not_valid_after_utc if times else leaf.not_valid_after,
+        )
+        for extension in others:
+            builder = builder.add_extension(extension.value, extension.critical)
+        return certs.Cert(builder.add_extension(identifier, critical=False).sign(key, hashes.SHA256()))
+
+    replacement: Any = dummy_cert
+    replacement.sluice_replaces = make
+    module.dummy_cert = replacement
+
+
 class Sluice:
     """The addon. A connection's facts are an attribute of mitmproxy's client object, where its next instance finds
     them.
@@ -655,6 +761,7 @@ class Sluice:
         self.talking: asyncio.Task[None] | None = None
         self.front: Front | None = None
         self.kept = Kept()
+        self.authority = Authority()
         self.ends = 0  # number of passed connections that have ended in a second
         self.second = 0
         self.room = 0  # number of further connections for which there are descriptors: a lower bound
@@ -662,6 +769,7 @@ class Sluice:
         self.relays: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
 
     def load(self, loader: Any) -> None:
+        leaves_name_their_issuer()
         before = {name: value for name, value in ctx.options.items() if name.startswith("sluice_")}
         loader.add_option(
             "sluice_socket", str, "/run/sluice/proxy.sock",
@@ -836,6 +944,7 @@ class Sluice:
     # TLS: inspected, or passed through.
 
     async def tls_clienthello(self, data: Any) -> None:
+        self.authority.refresh()
         client, server = data.context.client, data.context.server
         facts = getattr(client, "sluice_facts", None)
         if not facts:

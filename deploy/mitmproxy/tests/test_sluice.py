@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import datetime
 import errno
 import gc
 import json
@@ -19,7 +20,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mitmproxy import exceptions, options, platform
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from mitmproxy import certs, exceptions, options, platform
 from mitmproxy.addons.proxyauth import ProxyAuth
 from mitmproxy.addons.proxyserver import Proxyserver
 from mitmproxy.addons.tlsconfig import TlsConfig
@@ -745,6 +749,101 @@ def test_clients_that_refuse_are_passed_until_one_accepts(tmp_path: Path, monkey
         for _ in range(3):
             assert not attempt(trusted, ALERTS[0], sni="c.example")
             assert not attempt(trusted, request=True, sni="c.example")
+
+
+# The CA.
+
+
+def write_ca(folder: Path, name: str, key: Any = None, identifier: bytes | None = b"an identifier") -> bytes:
+    """Writes a CA as mitmproxy reads it: a key, an intermediate and a root. Returns the file's content."""
+    root_key, made_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+
+    def certificate(subject: str, issuer: str, of: Any, by: Any) -> bytes:
+        def named(n: str) -> x509.Name:
+            return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, n)])
+
+        now = datetime.datetime.now()
+        builder = x509.CertificateBuilder(
+            named(issuer), named(subject), of.public_key(), x509.random_serial_number(),
+            now - datetime.timedelta(days=1), now + datetime.timedelta(days=1),
+        ).add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        if identifier:
+            builder = builder.add_extension(x509.SubjectKeyIdentifier(identifier), critical=False)
+        return builder.sign(by, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    content = (key or made_key).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption(),
+    ) + certificate(name, "root", made_key, root_key) + certificate("root", "root", root_key, root_key)
+    new = folder / "new"
+    new.write_bytes(content)
+    new.rename(folder / "mitmproxy-ca.pem")
+    return bytes(content)
+
+
+def leaf(config: TlsConfig) -> Any:
+    store: Any = config.certstore  # names have another type from 12 on
+    return store.get_cert("a.example", ["a.example"]).cert
+
+
+def test_the_ca_is_loaded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = write_ca(tmp_path, "first")
+    file = tmp_path / "mitmproxy-ca.pem"
+    with with_ca(tmp_path) as (addon, context, config):
+        addon.authority.refresh()
+        entry = config.certstore.get_cert("a.example", ["a.example"])
+        assert dict(entry.cert.issuer)["CN"] == "first"
+        assert entry.chain_file.read_bytes() == first
+        store = config.certstore
+        addon.authority.refresh()
+        assert config.certstore is store and leaf(config) is entry.cert
+        config.certstore.certs["own.example"] = entry  # as the option `certs` does
+
+        second = write_ca(tmp_path, "second")
+        addon.authority.refresh()
+        entry = config.certstore.get_cert("a.example", ["a.example"])
+        assert dict(entry.cert.issuer)["CN"] == "second"
+        assert entry.chain_file.read_bytes() == second
+        assert dict(config.certstore.get_cert("own.example", []).cert.issuer)["CN"] == "first"
+
+        for broken in (b"", second[:300], second[:-300], b"no PEM"):
+            caplog.clear()
+            file.write_bytes(broken)
+            addon.authority.refresh()
+            addon.authority.refresh()
+            assert caplog.text.count("cannot be used, the CA stays") == 1
+            assert dict(leaf(config).issuer)["CN"] == "second"
+        caplog.clear()
+        write_ca(tmp_path, "third", key=ec.generate_private_key(ec.SECP256R1()))
+        addon.authority.refresh()
+        assert "the key is not that" in caplog.text
+        file.unlink()
+        addon.authority.refresh()
+        assert dict(leaf(config).issuer)["CN"] == "second"
+        write_ca(tmp_path, "fourth")
+        addon.authority.refresh()
+        assert dict(leaf(config).issuer)["CN"] == "fourth"
+
+        config.configure({"confdir"})  # as mitmproxy does when that option changes
+        addon.authority.refresh()
+        assert config.certstore.get_cert("a.example", ["a.example"]).chain_file != file
+
+
+@pytest.mark.parametrize("identifier", [b"an identifier", None])
+def test_leaves_name_their_issuer(tmp_path: Path, identifier: bytes | None) -> None:
+    write_ca(tmp_path, "ca", identifier=identifier)
+    with with_ca(tmp_path) as (addon, _, config):
+        addon.authority.refresh()
+        issuer, made = config.certstore.default_ca._cert, leaf(config)._cert
+        of_leaf = made.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
+        key: Any = issuer.public_key()
+        want = identifier or x509.SubjectKeyIdentifier.from_public_key(key).digest
+        assert of_leaf == want
+        key.verify(made.signature, made.tbs_certificate_bytes, ec.ECDSA(hashes.SHA256()))
+        names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert names.get_values_for_type(x509.DNSName) == ["a.example"]
+    with mitmproxy():
+        replaced: Any = certs.dummy_cert
+        assert not hasattr(replaced.sluice_replaces, "sluice_replaces")  # loaded twice, replaced once
 
 
 # Descriptors.
