@@ -33,6 +33,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import errno
+import functools
 import gc
 import ipaddress
 import json
@@ -51,6 +52,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from mitmproxy import certs, ctx, exceptions, platform, tcp, version
+from mitmproxy.connection import ConnectionState
 from mitmproxy.net import tls as net_tls
 from mitmproxy.proxy import layers
 from mitmproxy.utils import human
@@ -526,8 +528,10 @@ def transport_of(client: Any, connection: Any) -> Any:
     server: Any = ctx.master.addons.get("proxyserver")
     connections = getattr(server, "connections", None) or getattr(server, "_connections", {})
     handler = connections.get(client.id)
-    if not handler:  # an older version, such as 8 and 9
-        handler = connections.get(("tcp", client.peername, client.sockname))
+    if not handler:  # an older version, such as 8 and 9; http_connect() may have changed the port since
+        host, port, *scope = client.peername
+        for peername in (client.peername, (host, int(port), *scope)):
+            handler = handler or connections.get(("tcp", peername, client.sockname))
     transport = handler.transports.get(connection) if handler else None
     return transport if transport and transport.writer else None
 
@@ -575,33 +579,43 @@ class Refusals:
 class Inspected:
     """A TLS connection that mitmproxy answers, until it is known whether the client accepts the certificate."""
 
+    METHODS = ("feed_data", "feed_eof", "set_exception")  # of asyncio's streams
     # Alerts of a client that does not accept a certificate, as OpenSSL names them.
     ALERT = re.compile(
         r"alert (unknown ca|(bad|unsupported) certificate|certificate (revoked|expired|unknown))\b",
     )
 
-    def __init__(self, pod: str, name: str, transport: Any):
+    def __init__(self, pod: str, name: str, transport: Any, server: Any):
         self.pod = pod
         self.name = name
+        self.reader, self.writer = transport.reader, transport.writer
+        self.server = server
         self.tls: Any = None  # when it is established
         self.established = 0.0
         self.ended_by_client = False
-        # asyncio tells the end of the client's side; mitmproxy's hooks do not tell which side ended first.
-        feed_eof, set_exception = transport.reader.feed_eof, transport.reader.set_exception
+        self.server_open = True  # when the client was heard last
+        # mitmproxy's hooks do not tell which side has ended first, so watch the stream of the client.
+        for method in self.METHODS:
+            setattr(self.reader, method, functools.partial(self._hear, method, getattr(self.reader, method)))
 
-        def ended() -> None:
-            self.ended_by_client |= not transport.writer.is_closing()
-            feed_eof()
+    @classmethod
+    def take(cls, client: Any) -> Inspected | None:
+        """Takes the one of a client, if there is one, and leaves the stream to mitmproxy."""
+        inspected: Inspected | None = vars(client).pop("sluice_inspected", None)
+        if inspected:
+            for method in cls.METHODS:
+                vars(inspected.reader).pop(method, None)
+        return inspected
 
-        def broken(e: Exception) -> None:
-            self.ended_by_client = True
-            set_exception(e)
-
-        transport.reader.feed_eof, transport.reader.set_exception = ended, broken
+    def _hear(self, method: str, call: Callable[..., None], *args: Any) -> None:
+        by_proxy = method == "feed_eof" and self.writer.is_closing()
+        if not by_proxy:
+            self.ended_by_client |= method != "feed_data"
+            self.server_open = not self.server.timestamp_start or bool(self.server.state & ConnectionState.CAN_READ)
+        call(*args)
 
     def failed(self, error: str) -> bool:
         """Reports whether an error of the handshake means that the client refuses the certificate."""
-        # mitmproxy has sent its certificate by then, unless it says that the client has closed early.
         silent = "disconnected during the handshake" in error
         return bool(self.ALERT.search(error)) or silent and self.ended_by_client
 
@@ -614,7 +628,7 @@ class Inspected:
         if not self.tls or time.monotonic() - self.established > REFUSAL_CLOSES:
             return False
         notified = self.tls.get_shutdown() & SSL.RECEIVED_SHUTDOWN  # mitmproxy ends the connection then
-        return bool(notified) or self.ended_by_client
+        return bool(notified or self.ended_by_client) and self.server_open
 
 
 class Passed:
@@ -916,7 +930,7 @@ class Sluice:
     async def client_disconnected(self, client: Any) -> None:
         # Flows keep the client, for as long as they are listed.
         vars(client).pop("sluice_writer", None)
-        inspected: Inspected | None = vars(client).pop("sluice_inspected", None)
+        inspected = Inspected.take(client)
         if inspected and inspected.closed():
             self.refused(client, inspected)
         passed: Passed | None = vars(client).pop("sluice_passed", None)
@@ -963,11 +977,16 @@ class Sluice:
         elif learns(facts):
             transport = transport_of(client, client)
             if transport:
-                client.sluice_inspected = Inspected(pod, name, transport)
+                client.sluice_inspected = Inspected(pod, name, transport, server)
+
+    def tls_start_client(self, data: Any) -> None:
+        inspected: Inspected | None = getattr(data.context.client, "sluice_inspected", None)
+        if inspected and inspected.ended_by_client:
+            Inspected.take(data.context.client)  # it has seen no certificate
 
     def tls_failed_client(self, data: Any) -> None:
         client = data.context.client
-        inspected: Inspected | None = vars(client).pop("sluice_inspected", None)
+        inspected = Inspected.take(client)
         if inspected and inspected.failed(client.error or ""):
             self.refused(client, inspected)
 
@@ -978,7 +997,7 @@ class Sluice:
 
     def accepted(self, client: Any) -> None:
         """Notes that a client has said something after the handshake, so it accepts the certificate."""
-        inspected: Inspected | None = vars(client).pop("sluice_inspected", None)
+        inspected = Inspected.take(client)
         if inspected:
             self.kept.refusals.accepted(inspected.pod, inspected.name)
 

@@ -28,6 +28,7 @@ from mitmproxy.addons.proxyauth import ProxyAuth
 from mitmproxy.addons.proxyserver import Proxyserver
 from mitmproxy.addons.tlsconfig import TlsConfig
 from mitmproxy.addons.view import View
+from mitmproxy.connection import ConnectionState
 from mitmproxy.test import taddons, tflow
 from mitmproxy.utils import human
 
@@ -612,30 +613,35 @@ SILENT = "The client disconnected during the handshake. If this happens consiste
 )
 def test_failures_of_the_handshake(error: str, by_client: bool, refused: bool) -> None:
     transport = SimpleNamespace(reader=asyncio.StreamReader.__new__(asyncio.StreamReader), writer=None)
-    inspected = sluice.Inspected("u1", "a.example", transport)
+    inspected = sluice.Inspected("u1", "a.example", transport, None)
     inspected.ended_by_client = by_client
     assert inspected.failed(error) == refused
 
 
 @pytest.mark.parametrize(
-    ("end", "notified", "ago", "refused"),
+    ("end", "server", "notified", "ago", "refused"),
     [
-        ("client", False, 0.0, True),
-        ("reset", False, 0.0, True),
-        ("proxy", True, 0.0, True),
-        ("proxy", False, 0.0, False),
-        ("client", False, sluice.REFUSAL_CLOSES + 1, False),
-        ("client", False, None, False),
+        ("client", ConnectionState.OPEN, False, 0.0, True),
+        ("client", None, False, 0.0, True),
+        ("reset", ConnectionState.OPEN, False, 0.0, True),
+        ("proxy", ConnectionState.OPEN, True, 0.0, True),
+        ("proxy", ConnectionState.OPEN, False, 0.0, False),
+        ("client", ConnectionState.CAN_WRITE, False, 0.0, False),
+        ("reset", ConnectionState.CLOSED, False, 0.0, False),
+        ("client", ConnectionState.OPEN, False, sluice.REFUSAL_CLOSES + 1, False),
+        ("client", ConnectionState.OPEN, False, None, False),
     ],
 )
-def test_silence_after_the_handshake(end: str, notified: bool, ago: float | None, refused: bool) -> None:
+def test_silence_after_the_handshake(end: str, server: ConnectionState | None, notified: bool, ago: float | None,
+                                     refused: bool) -> None:
     async def close() -> None:
         with listening() as sock:
             client = connect(sock)
             conn, peer = sock.accept()
         conn.setblocking(False)
         reader, writer = await sluice.Writer.open(conn, peer)
-        inspected = sluice.Inspected("u1", "a.example", SimpleNamespace(reader=reader, writer=writer))
+        to = SimpleNamespace(timestamp_start=None if server is None else 1.0, state=server)
+        inspected = sluice.Inspected("u1", "a.example", SimpleNamespace(reader=reader, writer=writer), to)
         if ago is not None:
             inspected.tls = SimpleNamespace(get_shutdown=lambda: 2 if notified else 0)
             inspected.established = time.monotonic() - ago
@@ -722,8 +728,8 @@ def test_bytes_of_a_passed_connection_are_counted(tmp_path: Path, monkeypatch: p
 
 
 def test_clients_that_refuse_are_passed_until_one_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader: Any = SimpleNamespace(feed_eof=None, set_exception=None)
     writer: Any = SimpleNamespace(write=None)
+    reader: Any = asyncio.StreamReader.__new__(asyncio.StreamReader)
     monkeypatch.setattr(sluice, "transport_of", lambda *_: SimpleNamespace(reader=reader, writer=writer))
     with with_ca(tmp_path) as (addon, _, _):
         def attempt(facts: sluice.Facts, error: str = "", request: bool = False,
@@ -749,6 +755,7 @@ def test_clients_that_refuse_are_passed_until_one_accepts(tmp_path: Path, monkey
         for _ in range(3):
             assert not attempt(trusted, ALERTS[0], sni="c.example")
             assert not attempt(trusted, request=True, sni="c.example")
+            assert not vars(reader).keys() & {"feed_data", "feed_eof", "set_exception"}
 
 
 # The CA.
