@@ -729,8 +729,8 @@ def public(key: Any) -> bytes:
 def leaves_name_their_issuer() -> None:
     """Makes mitmproxy's leaves name the key of their issuer as the issuer itself does.
 
-    Up to 10.0 they have no Authority Key Identifier, and Python 3.13 refuses them. Up to 12.2 it is the SHA-1 of
-    the issuer's key, whatever the issuer has, and OpenSSL refuses a chain in which both differ.
+    Up to 10.0 they have no Authority Key Identifier, and Python 3.13 refuses them. Up to 12.1 it is the SHA-1 of
+    the issuer's key, whatever the issuer has, and OpenSSL builds no chain in which both differ.
     """
     module: Any = certs
     make = getattr(module.dummy_cert, "sluice_replaces", module.dummy_cert)  # this file may be loaded again

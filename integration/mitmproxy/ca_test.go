@@ -46,7 +46,7 @@ func newRoot() (*root, error) {
 	return &root{certificate, key, 1}, err
 }
 
-// authority is the template of a CA. Go makes its Subject Key Identifier by another method than mitmproxy up to 12.2.
+// authority is the template of a CA. Go makes its Subject Key Identifier by another method than mitmproxy up to 12.1.
 func authority(name string, serial int64) *x509.Certificate {
 	return &x509.Certificate{
 		SerialNumber: big.NewInt(serial), Subject: pkix.Name{CommonName: name},
