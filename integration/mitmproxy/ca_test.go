@@ -188,7 +188,8 @@ with context.wrap_socket(socket.create_connection((sys.argv[2], 443)), server_ho
 `
 	trusted := filepath.Join(testbed.Confdir(s.node), "mitmproxy-ca-cert.pem")
 	for _, python := range pythons {
-		if exec.CommandContext(t.Context(), python, "-c", "import sys; assert sys.version_info >= (3, 13)").Run() != nil {
+		const recent = "import sys; assert sys.version_info >= (3, 13)"
+		if exec.CommandContext(t.Context(), python, "-c", recent).Run() != nil {
 			continue
 		}
 		out, err := s.pod.TryExec(python, "-c", program, trusted, testbed.WorldIPv4, site)

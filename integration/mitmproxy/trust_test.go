@@ -25,10 +25,11 @@ type trusting struct {
 	*scene
 	describer *describer // with `sockets`
 	trust     trust      // with `connect`
+	world     *x509.CertPool
 	nested    *testbed.Host
 }
 
-// newTrusting makes such a scene with an HTTPS server in the world. With `connect`, the test takes the place of sluiced.
+// newTrusting makes such a scene, with an HTTPS server in the world. With `connect`, the test asks the proxy itself.
 func newTrusting(t *testing.T, version, mode string, tr trust) *trusting {
 	t.Helper()
 	s := newScene(t, version, mode)
@@ -36,6 +37,11 @@ func newTrusting(t *testing.T, version, mode string, tr trust) *trusting {
 	if mode == "sockets" {
 		c.describer = describePods(t, s.node, tr)
 		s.socket = c.describer.socket
+	}
+	pem, err := os.ReadFile(s.worldCA)
+	c.world = x509.NewCertPool()
+	if err != nil || !c.world.AppendCertsFromPEM(pem) {
+		t.Fatalf("the CA in %s: %v", s.worldCA, err)
 	}
 	s.complete(t)
 	web{tellRequest, true}.serve(t.Context(), s.node.World, secureAddress, s.serverTLS)
@@ -128,7 +134,8 @@ func (c *trusting) request(nested bool, config *tls.Config) (string, error) {
 
 // askOn asks for a page on a connection.
 func askOn(conn net.Conn) error {
-	if _, err := io.WriteString(conn, "GET /trust HTTP/1.1\r\nHost: "+site+"\r\nConnection: close\r\n\r\n"); err != nil {
+	const request = "GET /trust HTTP/1.1\r\nHost: " + site + "\r\nConnection: close\r\n\r\n"
+	if _, err := io.WriteString(conn, request); err != nil {
 		return err
 	}
 	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
@@ -152,12 +159,7 @@ func (c *trusting) named(name string) *tls.Config {
 
 // distrusting is the configuration of a client that trusts the world's CA alone.
 func (c *trusting) distrusting(name string) *tls.Config {
-	pem, err := os.ReadFile(c.worldCA)
-	trusted := x509.NewCertPool()
-	if err != nil || !trusted.AppendCertsFromPEM(pem) {
-		return &tls.Config{}
-	}
-	return &tls.Config{RootCAs: trusted, ServerName: name}
+	return &tls.Config{RootCAs: c.world, ServerName: name}
 }
 
 // wantPassed makes a request, and wants its TLS to be passed through or inspected.
@@ -277,7 +279,7 @@ func wantRefused(err error) error {
 // pinned is the configuration of a client that wants one certificate, and looks at nothing else.
 func pinned(name string, certificate []byte) *tls.Config {
 	return &tls.Config{
-		ServerName: name, InsecureSkipVerify: true, //nolint:gosec // it compares the certificate
+		ServerName: name, InsecureSkipVerify: true,
 		VerifyPeerCertificate: func(raw [][]byte, _ [][]*x509.Certificate) error {
 			if !bytes.Equal(raw[0], certificate) {
 				return errPinned
@@ -313,7 +315,7 @@ var unrelated = []struct {
 	{"cipher.example.test", func(c *trusting, name string) error {
 		config := c.named(name)
 		config.MaxVersion = tls.VersionTLS12
-		config.CipherSuites = []uint16{tls.TLS_RSA_WITH_RC4_128_SHA} //nolint:gosec // no proxy takes it
+		config.CipherSuites = []uint16{tls.TLS_RSA_WITH_RC4_128_SHA} // no proxy takes it
 		if conn, err := c.handshake(false, secureAddress, config); err == nil {
 			return errors.Join(errors.New("a handshake with RC4 has succeeded"), conn.Close())
 		}
@@ -447,27 +449,30 @@ with context.wrap_socket(socket.create_connection((sys.argv[2], 443)), server_ho
 			"https://curl.example.test/",
 		}},
 		{"openssl", []string{
-			"sh", "-c", `openssl s_client -verify_return_error -CAfile "$0" -connect "$1" -servername openssl.example.test \
-				</dev/null`, c.worldCA, secureAddress,
+			"sh", "-c", `openssl s_client -verify_return_error -CAfile "$0" -connect "$1" -servername "$2" </dev/null`,
+			c.worldCA, secureAddress, "openssl.example.test",
 		}},
 		{"python", []string{"python3", "-c", python, c.worldCA, testbed.WorldIPv4, "python.example.test"}},
 		// It uses GnuTLS, and no SNI for an address.
-		{"wget", []string{"wget", "-qO-", "--tries=1", "--ca-certificate", c.worldCA, "https://" + secureAddress + "/"}},
+		{"wget", []string{
+			"wget", "-qO-", "--tries=1", "--ca-certificate", c.worldCA, "https://" + secureAddress + "/",
+		}},
 	} {
 		t.Run(program.name, func(t *testing.T) {
+			logged := func(text string) func() bool {
+				before := strings.Count(c.proxy.Log(), text)
+				return func() bool { return strings.Count(c.proxy.Log(), text) > before }
+			}
+			learned := logged("default/web: clients refuse the certificate for ")
 			for i := range 2 {
 				if out, err := c.pod.TryExec(program.command[0], program.command[1:]...); err == nil {
 					t.Fatalf("connection %d has succeeded:\n%s", i, out)
 				}
-				learned := strings.Count(c.proxy.Log(), "default/web: clients refuse")
-				t.Logf("%d names after connection %d", learned, i)
 			}
-			refused := "), the client refused the certificate, "
-			before := strings.Count(c.proxy.Log(), refused)
+			testbed.Eventually(t, "the addon has learned it", learned)
+			passed := logged("), the client refused the certificate, ")
 			c.pod.Exec(program.command[0], program.command[1:]...)
-			testbed.Eventually(t, "the log has a line", func() bool {
-				return strings.Count(c.proxy.Log(), refused) > before
-			})
+			testbed.Eventually(t, "the log has a line", passed)
 		})
 	}
 	c.pod.Exec("curl", "-sS", "--cacert", filepath.Join(testbed.Confdir(c.node), "mitmproxy-ca-cert.pem"),
@@ -498,8 +503,8 @@ func TestPassedInbound(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			secure := tls.Client(conn, &tls.Config{ServerName: site, InsecureSkipVerify: true}) //nolint:gosec // it looks
-			defer secure.Close()                                                                //nolint:errcheck // nothing more is sent
+			secure := tls.Client(conn, &tls.Config{ServerName: site, InsecureSkipVerify: true})
+			defer secure.Close() //nolint:errcheck // nothing more is sent
 			if err := secure.HandshakeContext(ctx); err != nil {
 				t.Fatal(err)
 			}
