@@ -17,6 +17,11 @@ Flows name their pod in their comment (`~comment ^ci/`) and in their metadata (`
 sluice.pod, sluice.namespace, sluice.name, sluice.uid, sluice.node, sluice.direction, sluice.labels. Lines of
 mitmdump and of the log show it behind the client's address: `10.0.0.5:40000 ci/runner-1`.
 
+TLS of containers that are not known to trust mitmproxy's CA, and of clients that refuse its certificates, is passed
+through. It still is a flow, without contents: `~meta sluice.passed`.
+
+mitmproxy loads its CA when it starts. This addon loads it again when the file changes.
+
 mitmproxy loads this file again when it changes. Connections that are open go on, and connections that wait are
 accepted by the new instance.
 
@@ -28,18 +33,30 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import errno
+import functools
 import gc
 import ipaddress
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import struct
+import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from mitmproxy import ctx, exceptions, platform, version
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from mitmproxy import certs, ctx, exceptions, platform, tcp, version
+from mitmproxy.connection import ConnectionState
+from mitmproxy.net import tls as net_tls
+from mitmproxy.proxy import layers
+from mitmproxy.utils import human
+from OpenSSL import SSL
 
 PROTOCOL = 1
 MAX_MESSAGE = 64 << 10
@@ -48,6 +65,12 @@ SILENCE = 5  # seconds; sluiced sends a message every second
 RESERVE = 16  # descriptors for everything that is not a connection
 HEAD_BYTES = 256 << 10  # of a conversation over raw TCP or a WebSocket, if the flows in memory are bounded
 HEAD_MESSAGES = 1024
+REFUSALS = 2  # in a row; then the TLS of a pod to a name is passed through
+REFUSAL_LASTS = 60 * 60  # seconds
+REFUSAL_CLOSES = 10  # seconds after the handshake, at most
+REFUSED_NAMES = 128  # of one pod
+REFUSED_PODS = 256
+PASSED_LINES = 20  # of the log, in a second
 
 Facts = dict[str, Any]  # the metadata of a pod's flows
 
@@ -72,10 +95,14 @@ class Kept:
         # The connection of the current task, between accept() and mitmproxy's first hook.
         self.current: contextvars.ContextVar[tuple[Facts, Writer] | None]
         self.current = contextvars.ContextVar("sluice", default=None)
+        self.refusals = Refusals()
 
     @classmethod
     def of(cls, master: Any) -> Kept:
-        kept: Kept = vars(master).setdefault("sluice", cls())
+        kept = cls()
+        # An older version of this file may have kept less.
+        vars(kept).update(vars(vars(master).get("sluice", kept)))
+        vars(master)["sluice"] = kept
         return kept
 
 
@@ -87,11 +114,12 @@ class Listener:
         self.pod = pod
         self.direction = direction
 
-    def facts(self, node: str) -> Facts:
-        return facts_of(self.pod, self.direction, node)
+    def facts(self, node: str, peer: str) -> Facts:
+        nested = self.direction != "inbound" and is_nested(peer, self.pod["ips"])
+        return facts_of(self.pod, self.direction, node, nested)
 
 
-def facts_of(pod: dict[str, Any], direction: str, node: str) -> Facts:
+def facts_of(pod: dict[str, Any], direction: str, node: str, nested: bool = False) -> Facts:
     """Returns the metadata of the flows of a pod."""
     facts = {
         "sluice.pod": f"{pod['namespace']}/{pod['name']}",
@@ -103,7 +131,29 @@ def facts_of(pod: dict[str, Any], direction: str, node: str) -> Facts:
     }
     if pod.get("labels"):
         facts["sluice.labels"] = pod["labels"]
+    if nested:
+        facts["sluice.nested"] = True
+    if pod.get("trust"):  # an older sluiced does not know it
+        policy = pod.get("tls", "pass")
+        facts["sluice.trust"] = pod["trust"]
+        facts["sluice.tls"] = pod.get("nested", policy) if nested else policy
     return facts
+
+
+def learns(facts: Facts) -> bool:
+    """Reports whether TLS may be passed through because of the client's behaviour."""
+    return "sluice.trust" in facts and facts["sluice.tls"] != "inspect"
+
+
+def reason_to_pass(facts: Facts) -> str:
+    """Returns the reason why TLS is passed through, whatever its client does. Empty: it is inspected."""
+    if not learns(facts):
+        return ""
+    if facts["sluice.direction"] == "inbound":
+        return "inbound"  # the client is not the pod, whose trust says nothing about it
+    if "sluice.nested" in facts:
+        return "nested"
+    return "" if facts["sluice.trust"] == "trusted" else f"trust {facts['sluice.trust']}"
 
 
 class Listeners:
@@ -125,6 +175,11 @@ class Listeners:
         for listener in self.held.pop(id, []):
             asyncio.get_running_loop().remove_reader(listener.sock)
             listener.sock.close()
+
+    def describe(self, id: str, pod: dict[str, Any]) -> None:
+        """Replaces the description of a pod. New connections have it."""
+        for listener in self.held.get(id, []):
+            listener.pod = pod
 
     def close(self) -> None:
         for id in list(self.held):
@@ -291,6 +346,8 @@ class Session:
                 Listener(s, message["pod"], described["direction"])
                 for s, described in zip(sockets, message["listeners"])  # noqa: B905 - strict= needs Python 3.10
             ])
+        elif kind == "pod":
+            self.listeners.describe(message["id"], message["pod"])
         elif kind == "detach":
             self.listeners.detach(message["id"])
             return {"kind": "detached", "id": message["id"]}
@@ -393,6 +450,11 @@ def pod_address(host: str, ips: Sequence[str]) -> str:
     return next((ip for ip in ips if (":" in ip) == (":" in host)), host)
 
 
+def is_nested(host: str, ips: Sequence[str]) -> bool:
+    """Reports whether a connection out of a pod comes from a container nested in it."""
+    return host not in ips and not ipaddress.ip_address(host).is_loopback
+
+
 def forbidden(destination: tuple[Any, ...], local: tuple[Any, ...]) -> str:
     """Returns the reason why the proxy must not connect to a destination for a pod, or an empty string.
 
@@ -450,7 +512,6 @@ class Front:
 
     async def _serve_8(self, reader: asyncio.StreamReader, writer: Any) -> None:
         from mitmproxy.addons import proxyserver
-        from mitmproxy.proxy import layers
 
         module: Any = proxyserver  # later versions have other names in it
         # The same steps as the server's own handle_tcp_connection, which would take the top layer from the option
@@ -461,13 +522,246 @@ class Front:
         self.server._connections[id] = handler
         await self.server.handle_connection(id)
 
-    def server_reader(self, client: Any, server: Any) -> asyncio.StreamReader | None:
-        """Returns the stream that mitmproxy reads from a server for a client."""
-        connections = getattr(self.server, "connections", None) or getattr(self.server, "_connections", {})
-        handler = connections.get(client.id)
-        if not handler:  # an older version, such as 8 and 9
-            handler = connections.get(("tcp", client.peername, client.sockname))
-        return handler.transports[server].reader if handler and server in handler.transports else None
+
+def transport_of(client: Any, connection: Any) -> Any:
+    """Returns the reader and the writer of a connection that belongs to a client, or None if it has none."""
+    server: Any = ctx.master.addons.get("proxyserver")
+    connections = getattr(server, "connections", None) or getattr(server, "_connections", {})
+    handler = connections.get(client.id)
+    if not handler:  # an older version, such as 8 and 9; http_connect() may have changed the port since
+        host, port, *scope = client.peername
+        for peername in (client.peername, (host, int(port), *scope)):
+            handler = handler or connections.get(("tcp", peername, client.sockname))
+    transport = handler.transports.get(connection) if handler else None
+    return transport if transport and transport.writer else None
+
+
+class Refusals:
+    """The names for which clients refuse mitmproxy's certificates, by pod. Their number is bounded.
+
+    One refusal is not enough, and no refusal counts from before a client that has accepted a certificate: so one
+    program that trusts nothing does not hide the TLS of others that name the same server.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self.now = now
+        # Number of refusals in a row and time of the last one, by pod and name; the oldest first.
+        self.pods: OrderedDict[str, OrderedDict[str, tuple[int, float]]] = OrderedDict()
+
+    def passes(self, pod: str, name: str) -> bool:
+        """Reports whether TLS from a pod to a name is to be passed through."""
+        count, last = self._get(pod, name)
+        return count >= REFUSALS and self.now() - last < REFUSAL_LASTS
+
+    def refused(self, pod: str, name: str) -> bool:
+        """Counts a refusal. Reports whether it is the one after which TLS is passed through."""
+        count, last = self._get(pod, name)
+        count = count + 1 if self.now() - last < REFUSAL_LASTS else 1
+        names = self.pods.setdefault(pod, OrderedDict())
+        names[name] = (count, self.now())
+        names.move_to_end(name)
+        self.pods.move_to_end(pod)
+        if len(names) > REFUSED_NAMES:
+            names.popitem(last=False)
+        if len(self.pods) > REFUSED_PODS:
+            self.pods.popitem(last=False)
+        return count == REFUSALS
+
+    def accepted(self, pod: str, name: str) -> None:
+        """Forgets the refusals of a name."""
+        if pod in self.pods:
+            self.pods[pod].pop(name, None)
+
+    def _get(self, pod: str, name: str) -> tuple[int, float]:
+        return self.pods[pod].get(name, (0, 0.0)) if pod in self.pods else (0, 0.0)
+
+
+class Inspected:
+    """A TLS connection that mitmproxy answers, until it is known whether the client accepts the certificate."""
+
+    METHODS = ("feed_data", "feed_eof", "set_exception")  # of asyncio's streams
+    # Alerts of a client that does not accept a certificate, as OpenSSL names them.
+    ALERT = re.compile(
+        r"alert (unknown ca|(bad|unsupported) certificate|certificate (revoked|expired|unknown))\b",
+    )
+
+    def __init__(self, pod: str, name: str, transport: Any, server: Any):
+        self.pod = pod
+        self.name = name
+        self.reader, self.writer = transport.reader, transport.writer
+        self.server = server
+        self.tls: Any = None  # when it is established
+        self.established = 0.0
+        self.ended_by_client = False
+        self.server_open = True  # when the client was heard last
+        # mitmproxy's hooks do not tell which side has ended first, so watch the stream of the client.
+        for method in self.METHODS:
+            setattr(self.reader, method, functools.partial(self._hear, method, getattr(self.reader, method)))
+
+    @classmethod
+    def take(cls, client: Any) -> Inspected | None:
+        """Takes the one of a client, if there is one, and leaves the stream to mitmproxy."""
+        inspected: Inspected | None = vars(client).pop("sluice_inspected", None)
+        if inspected:
+            for method in cls.METHODS:
+                vars(inspected.reader).pop(method, None)
+        return inspected
+
+    def _hear(self, method: str, call: Callable[..., None], *args: Any) -> None:
+        by_proxy = method == "feed_eof" and self.writer.is_closing()
+        if not by_proxy:
+            self.ended_by_client |= method != "feed_data"
+            self.server_open = not self.server.timestamp_start or bool(self.server.state & ConnectionState.CAN_READ)
+        call(*args)
+
+    def failed(self, error: str) -> bool:
+        """Reports whether an error of the handshake means that the client refuses the certificate."""
+        silent = "disconnected during the handshake" in error
+        return bool(self.ALERT.search(error)) or silent and self.ended_by_client
+
+    def closed(self) -> bool:
+        """Reports whether the end of a connection on which the client has said nothing is a refusal.
+
+        Some clients look at the certificate after the handshake: GnuTLS in wget, git and curl, Node.js, and those
+        that compare the certificate with a pinned one.
+        """
+        if not self.tls or time.monotonic() - self.established > REFUSAL_CLOSES:
+            return False
+        notified = self.tls.get_shutdown() & SSL.RECEIVED_SHUTDOWN  # mitmproxy ends the connection then
+        return bool(notified or self.ended_by_client) and self.server_open
+
+
+class Passed:
+    """A TLS connection that is passed through. mitmproxy makes no flow of it, so this does."""
+
+    def __init__(self, context: Any, pod: str, reason: str):
+        self.pod = pod
+        self.reason = reason
+        self.up = self.down = 0
+        # A flow that counts as live could be killed in the list, which would not end the connection.
+        self.flow = tcp.TCPFlow(context.client, context.server, live=False)
+
+    def count(self, client: Any, connection: Any) -> None:
+        """Counts the bytes that mitmproxy writes to one of the two connections."""
+        transport = transport_of(client, connection)
+        if not transport:
+            return
+        write = transport.writer.write
+
+        def counted(data: bytes) -> None:
+            if connection is client:
+                self.down += len(data)
+            else:
+                self.up += len(data)
+            write(data)
+
+        transport.writer.write = counted
+
+    def __str__(self) -> str:
+        client, server = self.flow.client_conn, self.flow.server_conn
+        seconds = time.time() - client.timestamp_start
+        return (f"{self.pod} to {client.sni or 'no SNI'} ({human.format_address(server.address)}), {self.reason}, "
+                f"{self.up} bytes up, {self.down} down, {seconds:.1f} s")
+
+
+class Authority:
+    """mitmproxy's CA, which mitmproxy itself loads once. This loads it again when its file has changed."""
+
+    def __init__(self) -> None:
+        self.store: Any = None  # that of mitmproxy when the file was read
+        self.file: tuple[int, ...] = ()  # as it was read
+
+    def refresh(self) -> None:
+        config: Any = ctx.master.addons.get("tlsconfig")
+        folder = Path(ctx.options.confdir).expanduser()
+        try:
+            at = (folder / "mitmproxy-ca.pem").stat()
+        except OSError:
+            return  # it may be on its way
+        file = at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns
+        if config.certstore is self.store and file == self.file:
+            return
+        loaded_before = bool(self.file)
+        self.file = file
+        try:
+            config.certstore = self._load(folder, config.certstore)
+        except Exception as e:  # each version of mitmproxy and of OpenSSL has other ones
+            log(logging.WARNING, "%s/mitmproxy-ca.pem cannot be used, the CA stays: %.200r", folder, e)
+        else:
+            # From 9 on it caches contexts by the path of the chain, and the descriptor's number may come again.
+            context: Any = net_tls.create_client_proxy_context
+            context.cache_clear()
+            if loaded_before:
+                log(logging.INFO, "the CA was loaded again: %s", config.certstore.default_ca.cn)
+        self.store = config.certstore
+
+    @staticmethod
+    def _load(folder: Path, old: Any) -> Any:
+        """Returns a store without leaves. It sends the chain as it is in the file now.
+
+        OpenSSL reads the chain later, from the file. So the store gets a copy, which no process changes.
+        """
+        copy = os.fdopen(os.memfd_create("mitmproxy-ca"), "wb")
+        copy.write((folder / "mitmproxy-ca.pem").read_bytes())
+        copy.flush()
+        path = Path(f"/proc/self/fd/{copy.fileno()}")
+        passphrase = ctx.options.cert_passphrase
+        store: Any = certs.CertStore.from_files(
+            path, folder / "mitmproxy-dhparam.pem", passphrase.encode() if passphrase else None,
+        )
+        store.sluice_copy = copy  # closed with the store
+        chain = [part for part in re.split(b"(?=-----BEGIN )", path.read_bytes()) if b"CERTIFICATE-----" in part]
+        keys = [x509.load_pem_x509_certificate(part).public_key() for part in chain]  # all of them can be read
+        if public(keys[0]) != public(store.default_privatekey.public_key()):
+            raise ValueError("the key is not that of the first certificate")
+        # Certificates of the option `certs` have a name as their key.
+        store.certs.update({name: entry for name, entry in old.certs.items() if isinstance(name, str)})
+        return store
+
+
+def public(key: Any) -> bytes:
+    encoded: bytes = key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo,
+    )
+    return encoded
+
+
+def leaves_name_their_issuer() -> None:
+    """Makes mitmproxy's leaves name the key of their issuer as the issuer itself does.
+
+    Up to 10.0 they have no Authority Key Identifier, and Python 3.13 refuses them. Up to 12.1 it is the SHA-1 of
+    the issuer's key, whatever the issuer has, and OpenSSL builds no chain in which both differ.
+    """
+    module: Any = certs
+    make = getattr(module.dummy_cert, "sluice_replaces", module.dummy_cert)  # this file may be loaded again
+
+    def dummy_cert(key: Any, issuer: x509.Certificate, *args: Any, **kwargs: Any) -> Any:
+        made = make(key, issuer, *args, **kwargs)
+        leaf: x509.Certificate = made._cert
+        others = [e for e in leaf.extensions if not isinstance(e.value, x509.AuthorityKeyIdentifier)]
+        identifier: x509.AuthorityKeyIdentifier
+        try:
+            of_issuer = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+            identifier = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(of_issuer.value)
+        except x509.ExtensionNotFound:
+            issuer_key: Any = issuer.public_key()
+            identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key)
+        if any(e.value == identifier for e in leaf.extensions):
+            return made
+        # Older versions of cryptography have these times without a zone, and newer ones warn of them.
+        times: Any = leaf if hasattr(leaf, "not_valid_before_utc") else None
+        builder = x509.CertificateBuilder(
+            leaf.issuer, leaf.subject, leaf.public_key(), leaf.serial_number,
+            times.not_valid_before_utc if times else leaf.not_valid_before,
+            times.not_valid_after_utc if times else leaf.not_valid_after,
+        )
+        for extension in others:
+            builder = builder.add_extension(extension.value, extension.critical)
+        return certs.Cert(builder.add_extension(identifier, critical=False).sign(key, hashes.SHA256()))
+
+    replacement: Any = dummy_cert
+    replacement.sluice_replaces = make
+    module.dummy_cert = replacement
 
 
 class Sluice:
@@ -481,11 +775,15 @@ class Sluice:
         self.talking: asyncio.Task[None] | None = None
         self.front: Front | None = None
         self.kept = Kept()
+        self.authority = Authority()
+        self.ends = 0  # number of passed connections that have ended in a second
+        self.second = 0
         self.room = 0  # number of further connections for which there are descriptors: a lower bound
         self.flows = 0  # number of flows since they were last counted
         self.relays: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
 
     def load(self, loader: Any) -> None:
+        leaves_name_their_issuer()
         before = {name: value for name, value in ctx.options.items() if name.startswith("sluice_")}
         loader.add_option(
             "sluice_socket", str, "/run/sluice/proxy.sock",
@@ -515,9 +813,9 @@ class Sluice:
                 raise exceptions.OptionsError(f"sluice_relays: {e}") from e
 
     def running(self) -> None:
+        self.kept = Kept.of(ctx.master)
         if not ctx.options.sluice_socket or self.session:
             return
-        self.kept = Kept.of(ctx.master)
         self.front = Front(ctx.master)
         self.warn()
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -583,8 +881,8 @@ class Sluice:
             if self._refuse(conn, listener):
                 return
             conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            facts = listener.facts(self.session.node)
             host, port, *scope = conn.getpeername()
+            facts = listener.facts(self.session.node, host)
             if listener.direction != "inbound":
                 host = pod_address(host, listener.pod["ips"])
             reader, writer = await Writer.open(conn, (host, Port(port, facts["sluice.pod"]), *scope))
@@ -629,8 +927,15 @@ class Sluice:
             # An app does not know that there is a proxy, and could not answer.
             authenticated[client] = (client.sluice_facts["sluice.pod"], "")
 
-    def client_disconnected(self, client: Any) -> None:
-        vars(client).pop("sluice_writer", None)  # flows keep the client, for as long as they are listed
+    async def client_disconnected(self, client: Any) -> None:
+        # Flows keep the client, for as long as they are listed.
+        vars(client).pop("sluice_writer", None)
+        inspected = Inspected.take(client)
+        if inspected and inspected.closed():
+            self.refused(client, inspected)
+        passed: Passed | None = vars(client).pop("sluice_passed", None)
+        if passed:
+            await self.end_passed(passed)
 
     def authenticated(self) -> Any:
         """Returns the clients that mitmproxy does not ask for credentials any more."""
@@ -643,8 +948,77 @@ class Sluice:
 
     def server_connected(self, data: Any) -> None:
         writer = getattr(data.client, "sluice_writer", None)
-        if writer and self.front:
-            writer.server_reader = self.front.server_reader(data.client, data.server)
+        if writer:
+            transport = transport_of(data.client, data.server)
+            writer.server_reader = transport.reader if transport else None
+        passed: Passed | None = getattr(data.client, "sluice_passed", None)
+        if passed:
+            passed.count(data.client, data.server)
+
+    # TLS: inspected, or passed through.
+
+    async def tls_clienthello(self, data: Any) -> None:
+        self.authority.refresh()
+        client, server = data.context.client, data.context.server
+        facts = getattr(client, "sluice_facts", None)
+        if not facts:
+            return
+        # A pod that the runtime did not name has no uid.
+        pod, name = facts["sluice.uid"] or client.peername[0], data.client_hello.sni or server.address[0]
+        reason = reason_to_pass(facts)
+        if not reason and learns(facts) and self.kept.refusals.passes(pod, name):
+            reason = "the client refused the certificate"
+        if reason:
+            data.ignore_connection = True
+            client.sluice_passed = passed = Passed(data.context, facts["sluice.pod"], reason)
+            passed.count(client, client)
+            passed.count(client, server)  # server_connected() does it if there is none yet
+            await ctx.master.addons.handle_lifecycle(layers.tcp.TcpStartHook(passed.flow))
+        elif learns(facts):
+            transport = transport_of(client, client)
+            if transport:
+                client.sluice_inspected = Inspected(pod, name, transport, server)
+
+    def tls_start_client(self, data: Any) -> None:
+        inspected: Inspected | None = getattr(data.context.client, "sluice_inspected", None)
+        if inspected and inspected.ended_by_client:
+            Inspected.take(data.context.client)  # it has seen no certificate
+
+    def tls_failed_client(self, data: Any) -> None:
+        client = data.context.client
+        inspected = Inspected.take(client)
+        if inspected and inspected.failed(client.error or ""):
+            self.refused(client, inspected)
+
+    def tls_established_client(self, data: Any) -> None:
+        inspected: Inspected | None = getattr(data.context.client, "sluice_inspected", None)
+        if inspected:
+            inspected.tls, inspected.established = data.ssl_conn, time.monotonic()
+
+    def accepted(self, client: Any) -> None:
+        """Notes that a client has said something after the handshake, so it accepts the certificate."""
+        inspected = Inspected.take(client)
+        if inspected:
+            self.kept.refusals.accepted(inspected.pod, inspected.name)
+
+    def refused(self, client: Any, inspected: Inspected) -> None:
+        if self.kept.refusals.refused(inspected.pod, inspected.name):
+            log(logging.INFO, "%s: clients refuse the certificate for %s, and their TLS is passed through for %d "
+                "minutes", client.sluice_facts["sluice.pod"], inspected.name, REFUSAL_LASTS // 60)
+
+    async def end_passed(self, passed: Passed) -> None:
+        flow = passed.flow
+        flow.comment += f", {passed.up} bytes up, {passed.down} down"
+        flow.metadata.update({"sluice.up": passed.up, "sluice.down": passed.down})
+        await ctx.master.addons.handle_lifecycle(layers.tcp.TcpEndHook(flow))
+        second = int(time.monotonic())
+        if second != self.second:
+            if self.ends > PASSED_LINES:
+                log(logging.INFO, "TLS passed through: %d more connections in one second", self.ends - PASSED_LINES)
+            self.second, self.ends = second, 0
+        self.ends += 1
+        if self.ends <= PASSED_LINES:
+            log(logging.INFO, "TLS passed through: %s", passed)
 
     # From a connection to its flows.
 
@@ -655,6 +1029,10 @@ class Sluice:
             flow.comment = facts["sluice.pod"] + (f" on {facts['sluice.node']}" if facts["sluice.node"] else "")
             if facts["sluice.direction"] == "inbound":
                 flow.comment += ", inbound"
+        passed: Passed | None = getattr(flow.client_conn, "sluice_passed", None)
+        if passed:
+            flow.metadata["sluice.passed"] = passed.reason
+            flow.comment += f", TLS passed through: {passed.reason}"
 
     def started(self, flow: Any) -> None:
         self.mark(flow)
@@ -689,15 +1067,19 @@ class Sluice:
             del messages[-2]
 
     def requestheaders(self, flow: Any) -> None:
+        self.accepted(flow.client_conn)
         self.started(flow)
 
     def tcp_start(self, flow: Any) -> None:
         self.started(flow)
 
     def dns_request(self, flow: Any) -> None:
+        self.accepted(flow.client_conn)
         self.started(flow)
 
     def tcp_message(self, flow: Any) -> None:
+        if flow.messages[-1].from_client:
+            self.accepted(flow.client_conn)
         self.forget_messages(flow, flow.messages)
 
     def websocket_message(self, flow: Any) -> None:
@@ -705,12 +1087,15 @@ class Sluice:
 
     def http_connect(self, flow: Any) -> None:
         """Reads the pod's name from the headers of a CONNECT request of a sluiced that relays, and removes them."""
-        names = ("Pod-Namespace", "Pod-Name", "Pod-UID", "Source", "Direction")
+        names = ("Pod-Namespace", "Pod-Name", "Pod-UID", "Source", "Direction", "Trust", "TLS", "Nested")
         headers = {name: flow.request.headers.pop(f"Sluice-{name}", "") for name in names}
         client = flow.client_conn
         if headers["Pod-Name"] and self.trusted(client.peername[0]):
             pod = {"namespace": headers["Pod-Namespace"], "name": headers["Pod-Name"], "uid": headers["Pod-UID"]}
-            facts = facts_of(pod, headers["Direction"] or "outbound", "")
+            if headers["Trust"]:
+                policy = headers["TLS"] or "pass"  # that of nested containers, if it is one
+                pod.update({"trust": headers["Trust"], "tls": policy, "nested": policy})
+            facts = facts_of(pod, headers["Direction"] or "outbound", "", headers["Nested"] == "true")
             if headers["Source"]:
                 facts["sluice.source"] = headers["Source"]
             client.sluice_facts = facts

@@ -30,7 +30,7 @@ type scenario struct {
 const manyName = "4,000 connections (connect: 3,000)"
 
 // scenarios are the second half of the table.
-var scenarios = []scenario{
+var scenarios = append([]scenario{
 	{"gRPC-like streams, stream_large_bodies=1m", streamsWithinLimit, ""},
 	{"400 wait for the start", waitForTheStart, ""},
 	{"restart under traffic", restart((*testbed.Program).Stop), ""},
@@ -40,6 +40,14 @@ var scenarios = []scenario{
 	{"saved flows", savedFlows, ""},
 	{"inbound", inbound, ""},
 	{manyName, manyConnections, ""},
+}, trustScenarios...)
+
+// trustScenarios are those about the trust in mitmproxy's CA.
+var trustScenarios = []scenario{
+	{"TLS passed through", passThrough, ""},
+	{"clients refuse the certificate", learnRefusals, ""},
+	{"CA changes under traffic", changeCA, ""},
+	{"Python 3.13, intermediate CA", strictPython, ""},
 }
 
 // streamsWithinLimit streams bodies that mitmproxy holds back until they have ended or reach a limit.
@@ -81,18 +89,27 @@ type traffic struct {
 
 const workers = 8
 
+// startTraffic starts workers that ask for pages by HTTP.
 func startTraffic(s *scene) *traffic {
+	return startTrafficOf(func() func() error {
+		client := s.webClient()
+		return func() error { return s.page(client) }
+	})
+}
+
+// startTrafficOf starts workers, each with a request of its own that it repeats.
+func startTrafficOf(newWorker func() func() error) *traffic {
 	f := &traffic{stop: make(chan struct{})}
 	for range workers {
 		f.done.Go(func() {
-			client := s.webClient()
+			ask := newWorker()
 			for {
 				select {
 				case <-f.stop:
 					return
 				default:
 				}
-				if err := s.page(client); err != nil {
+				if err := ask(); err != nil {
 					f.mu.Lock()
 					f.failed = append(f.failed, err)
 					f.mu.Unlock()

@@ -23,6 +23,7 @@ type scene struct {
 	proxy     *testbed.Program
 	addon     string   // the addon's file
 	args      []string // of mitmdump
+	socket    string   // from which mitmdump takes the sockets of pods
 	streamed  string   // the size from which mitmdump streams bodies
 	mode      string   // sockets or connect
 	worldCA   string
@@ -35,7 +36,7 @@ func newScene(t *testing.T, version, mode string) *scene {
 	t.Helper()
 	n := testbed.NewWith(t, mode)
 	n.MitmproxyVersion = version
-	s := &scene{node: n, addon: testbed.Addon(t), streamed: "1", mode: mode}
+	s := &scene{node: n, addon: testbed.Addon(t), socket: n.ProxySocket(), streamed: "1", mode: mode}
 	s.worldCA = filepath.Join(n.Dir, "world-ca.pem")
 	s.serverTLS = &tls.Config{Certificates: []tls.Certificate{certify(t, s.worldCA)}}
 	s.args = []string{
@@ -69,7 +70,7 @@ func (s *scene) start(t *testing.T) {
 func (s *scene) launch() {
 	args := []string{"-s", s.addon, "--set", "stream_large_bodies=" + s.streamed, "--set"}
 	if s.mode == "sockets" {
-		args = append(args, "sluice_socket="+s.node.ProxySocket(), "--set", "server=false")
+		args = append(args, "sluice_socket="+s.socket, "--set", "server=false")
 	} else {
 		args = append(args, "sluice_socket=")
 	}

@@ -31,6 +31,9 @@ const (
 	portServerFirst = "2222"
 )
 
+// worldCA is the name of the CA behind the certificates of the world.
+const worldCA = "the world's CA"
+
 const banner = "SSH-2.0-world\r\n"
 
 // serveWorld starts the servers of the world. It returns the file of the CA behind the one that speaks TLS.
@@ -80,13 +83,14 @@ func certify(t *testing.T, caFile string) tls.Certificate {
 		t.Fatal(err)
 	}
 	ca := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "the world's CA"}, SubjectKeyId: []byte{1},
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: worldCA}, SubjectKeyId: []byte{1},
 		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
 		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
 	}
 	leaf := &x509.Certificate{
-		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: site}, DNSNames: []string{site},
-		NotBefore: ca.NotBefore, NotAfter: ca.NotAfter,
+		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: site}, DNSNames: []string{site, "*.example.test"},
+		IPAddresses: []net.IP{net.ParseIP(testbed.WorldIPv4)},
+		NotBefore:   ca.NotBefore, NotAfter: ca.NotAfter,
 		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
 	}
 	caDER, err := x509.CreateCertificate(rand.Reader, ca, ca, &key.PublicKey, key)

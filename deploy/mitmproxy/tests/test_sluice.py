@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import datetime
 import errno
 import gc
 import json
@@ -12,16 +13,22 @@ import os
 import resource
 import socket
 import struct
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mitmproxy import exceptions, options, platform
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from mitmproxy import certs, exceptions, options, platform
 from mitmproxy.addons.proxyauth import ProxyAuth
 from mitmproxy.addons.proxyserver import Proxyserver
+from mitmproxy.addons.tlsconfig import TlsConfig
 from mitmproxy.addons.view import View
+from mitmproxy.connection import ConnectionState
 from mitmproxy.test import taddons, tflow
 from mitmproxy.utils import human
 
@@ -295,12 +302,47 @@ def test_options_keep_their_values_when_their_description_changes() -> None:
 
 
 def test_facts() -> None:
-    facts = sluice.Listener(socket.socket(), {**POD, "labels": {"app": "x"}}, "inbound").facts("n1")
+    with socket.socket() as sock:
+        facts = sluice.Listener(sock, {**POD, "labels": {"app": "x"}}, "inbound").facts("n1", "192.0.2.1")
     assert facts == {
         "sluice.pod": "ci/runner", "sluice.namespace": "ci", "sluice.name": "runner", "sluice.uid": "u1",
         "sluice.node": "n1", "sluice.direction": "inbound", "sluice.labels": {"app": "x"},
     }
     assert "sluice.labels" not in sluice.facts_of(POD, "outbound", "")
+
+
+@pytest.mark.parametrize(
+    ("peer", "direction", "nested", "policy"),
+    [
+        ("10.0.0.5", "outbound", None, "pass"),
+        ("fd00::5", "outbound", None, "pass"),
+        ("127.0.0.1", "outbound", None, "pass"),
+        ("::1", "outbound", None, "pass"),
+        ("172.17.0.2", "outbound", True, "inspect"),
+        ("192.0.2.1", "inbound", None, "pass"),
+    ],
+)
+def test_facts_about_trust(peer: str, direction: str, nested: bool | None, policy: str) -> None:
+    pod = {**POD, "trust": "trusted", "tls": "pass", "nested": "inspect"}
+    with socket.socket() as sock:
+        facts = sluice.Listener(sock, pod, direction).facts("n1", peer)
+    assert (facts.get("sluice.nested"), facts["sluice.tls"]) == (nested, policy)
+    assert facts["sluice.trust"] == "trusted"
+
+
+def test_a_new_description_of_a_pod() -> None:
+    async def describe() -> None:
+        listeners = sluice.Listeners(lambda conn, _: conn.close())
+        session = sluice.Session("", [], listeners, lambda: 0)
+        held = [listener(listening()), listener(listening())]
+        listeners.attach("a", held)
+        pod = {**POD, "trust": "trusted"}
+        assert session._obey({"kind": "pod", "id": "a", "pod": pod}, []) is None
+        assert session._obey({"kind": "pod", "id": "gone", "pod": {}}, []) is None
+        assert [each.pod for each in held] == [pod, pod]
+        listeners.close()
+
+    run(describe())
 
 
 @pytest.mark.parametrize(
@@ -323,7 +365,7 @@ def test_flows_show_their_pod(direction: str, node: str, comment: str) -> None:
             hook(flow)
             assert flow.comment == comment
             assert flow.metadata["sluice.direction"] == direction
-            addon.client_disconnected(flow.client_conn)
+            run(addon.client_disconnected(flow.client_conn))
             assert not hasattr(flow.client_conn, "sluice_writer")
             assert flow.get_state()["client_conn"]["peername"]  # a file can be written
 
@@ -457,6 +499,358 @@ def test_names_of_a_relay(relays: list[str], pod: str | None) -> None:
         addon.http_connect(flow)
         assert flow.metadata.get("sluice.pod") == pod
         assert not [name for name in flow.request.headers if name.lower().startswith("sluice-")]
+
+
+@pytest.mark.parametrize(
+    ("headers", "facts"),
+    [
+        ({}, {}),
+        ({"Trust": "unknown"}, {"sluice.trust": "unknown", "sluice.tls": "pass"}),
+        ({"Trust": "trusted", "TLS": "inspect"}, {"sluice.trust": "trusted", "sluice.tls": "inspect"}),
+        (
+            {"Trust": "trusted", "TLS": "inspect", "Nested": "true"},
+            {"sluice.trust": "trusted", "sluice.tls": "inspect", "sluice.nested": True},
+        ),
+    ],
+)
+def test_trust_by_a_relay(headers: dict[str, str], facts: dict[str, Any]) -> None:
+    for relays in (["127.0.0.1"], []):
+        with mitmproxy() as (addon, context):
+            context.configure(addon, sluice_relays=relays)
+            flow = tflow.tflow()
+            flow.client_conn.peername = ("127.0.0.1", 5)
+            flow.request.headers["Sluice-Pod-Name"] = "runner"
+            flow.request.headers.update({f"Sluice-{name}": value for name, value in headers.items()})
+            addon.http_connect(flow)
+            about = {name: value for name, value in flow.metadata.items()
+                     if name in ("sluice.trust", "sluice.tls", "sluice.nested")}
+            assert about == (facts if relays else {})
+            assert not [name for name in flow.request.headers if name.lower().startswith("sluice-")]
+
+
+# TLS that is passed through.
+
+
+@pytest.mark.parametrize(
+    ("pod", "direction", "nested", "reason", "learns"),
+    [
+        ({}, "outbound", False, "", False),
+        ({}, "outbound", True, "", False),
+        ({"trust": "trusted"}, "outbound", False, "", True),
+        ({"trust": "trusted", "tls": "pass"}, "outbound", False, "", True),
+        ({"trust": "unknown", "tls": "pass"}, "outbound", False, "trust unknown", True),
+        ({"trust": "files-only", "tls": "pass"}, "outbound", False, "trust files-only", True),
+        ({"trust": "unknown", "tls": "inspect"}, "outbound", False, "", False),
+        ({"trust": "trusted", "tls": "inspect"}, "outbound", False, "", False),
+        ({"trust": "trusted", "tls": "pass", "nested": "pass"}, "outbound", True, "nested", True),
+        ({"trust": "unknown", "tls": "pass", "nested": "inspect"}, "outbound", True, "", False),
+        ({"trust": "trusted", "tls": "inspect", "nested": "pass"}, "outbound", True, "nested", True),
+        ({"trust": "trusted", "tls": "inspect"}, "outbound", True, "", False),
+        ({"trust": "trusted", "tls": "pass"}, "inbound", False, "inbound", True),
+        ({"trust": "trusted", "tls": "inspect"}, "inbound", False, "", False),
+    ],
+)
+def test_reason_to_pass(pod: dict[str, str], direction: str, nested: bool, reason: str, learns: bool) -> None:
+    facts = sluice.facts_of({**POD, **pod}, direction, "", nested)
+    assert (sluice.reason_to_pass(facts), sluice.learns(facts)) == (reason, learns)
+
+
+def test_two_refusals_in_a_row_are_learned() -> None:
+    now = 1000.0
+    refusals = sluice.Refusals(lambda: now)
+    assert not refusals.passes("u1", "a.example")
+    assert not refusals.refused("u1", "a.example")
+    assert not refusals.passes("u1", "a.example")
+    refusals.accepted("u1", "a.example")
+    assert not refusals.refused("u1", "a.example")
+    assert refusals.refused("u1", "a.example")
+    assert refusals.passes("u1", "a.example")
+    assert not refusals.refused("u1", "a.example")  # a connection that was on its way
+    assert not refusals.passes("u1", "b.example")
+    assert not refusals.passes("u2", "a.example")
+    now += sluice.REFUSAL_LASTS
+    assert not refusals.passes("u1", "a.example")
+    assert not refusals.refused("u1", "a.example")
+    assert not refusals.passes("u1", "a.example")
+
+
+def test_refusals_are_bounded() -> None:
+    refusals = sluice.Refusals()
+    for _ in range(2):
+        refusals.refused("victim", "a.example")
+    for i in range(1000):
+        refusals.refused("flood", f"{i}.example")
+    assert len(refusals.pods["flood"]) == sluice.REFUSED_NAMES
+    assert refusals.passes("victim", "a.example")
+    for i in range(1000):
+        refusals.refused(f"u{i}", "a.example")
+    assert len(refusals.pods) == sluice.REFUSED_PODS
+
+
+ALERTS = [
+    "tlsv1 alert unknown ca", "sslv3 alert bad certificate", "ssl/tls alert bad certificate",
+    "OpenSSL Error([('SSL routines', '', 'sslv3 alert certificate unknown')])",
+    "OpenSSL Error([('SSL routines', '', 'ssl/tls alert certificate expired')])",
+    "OpenSSL Error([('SSL routines', 'ssl3_read_bytes', 'sslv3 alert unsupported certificate')])",
+]
+SILENT = "The client disconnected during the handshake. If this happens consistently for x, this may indicate"
+
+
+@pytest.mark.parametrize(
+    ("error", "by_client", "refused"),
+    [
+        *((alert, False, True) for alert in ALERTS),
+        (SILENT, True, True),
+        (SILENT, False, False),
+        ("connection closed early", True, False),
+        ("OpenSSL Error([('SSL routines', '', 'no shared cipher')])", True, False),
+        ("OpenSSL Error([('SSL routines', '', 'tlsv1 alert protocol version')])", True, False),
+        ("OpenSSL Error([('SSL routines', '', 'tlsv13 alert certificate required')])", True, False),
+        ("Client and mitmproxy cannot agree on a TLS version to use.", True, False),
+        ("Cannot parse ClientHello: 16030100", True, False),
+        ("", False, False),
+    ],
+)
+def test_failures_of_the_handshake(error: str, by_client: bool, refused: bool) -> None:
+    transport = SimpleNamespace(reader=asyncio.StreamReader.__new__(asyncio.StreamReader), writer=None)
+    inspected = sluice.Inspected("u1", "a.example", transport, None)
+    inspected.ended_by_client = by_client
+    assert inspected.failed(error) == refused
+
+
+@pytest.mark.parametrize(
+    ("end", "server", "notified", "ago", "refused"),
+    [
+        ("client", ConnectionState.OPEN, False, 0.0, True),
+        ("client", None, False, 0.0, True),
+        ("reset", ConnectionState.OPEN, False, 0.0, True),
+        ("proxy", ConnectionState.OPEN, True, 0.0, True),
+        ("proxy", ConnectionState.OPEN, False, 0.0, False),
+        ("client", ConnectionState.CAN_WRITE, False, 0.0, False),
+        ("reset", ConnectionState.CLOSED, False, 0.0, False),
+        ("client", ConnectionState.OPEN, False, sluice.REFUSAL_CLOSES + 1, False),
+        ("client", ConnectionState.OPEN, False, None, False),
+    ],
+)
+def test_silence_after_the_handshake(end: str, server: ConnectionState | None, notified: bool, ago: float | None,
+                                     refused: bool) -> None:
+    async def close() -> None:
+        with listening() as sock:
+            client = connect(sock)
+            conn, peer = sock.accept()
+        conn.setblocking(False)
+        reader, writer = await sluice.Writer.open(conn, peer)
+        to = SimpleNamespace(timestamp_start=None if server is None else 1.0, state=server)
+        inspected = sluice.Inspected("u1", "a.example", SimpleNamespace(reader=reader, writer=writer), to)
+        if ago is not None:
+            inspected.tls = SimpleNamespace(get_shutdown=lambda: 2 if notified else 0)
+            inspected.established = time.monotonic() - ago
+        if end == "reset":
+            sluice.reset_at_close(client)
+        (writer if end == "proxy" else client).close()
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+        assert inspected.closed() == refused
+        writer.close()
+        client.close()
+
+    run(close())
+
+
+class Hello:
+    """What mitmproxy tells the hook tls_clienthello."""
+
+    def __init__(self, facts: sluice.Facts | None, sni: str | None = "a.example"):
+        flow = tflow.ttcpflow()
+        self.context = SimpleNamespace(client=flow.client_conn, server=flow.server_conn)
+        self.client_hello = SimpleNamespace(sni=sni)
+        self.ignore_connection = False
+        if facts:
+            vars(flow.client_conn)["sluice_facts"] = facts
+
+
+@contextlib.contextmanager
+def with_ca(folder: Path) -> Iterator[tuple[sluice.Sluice, Any, Any]]:
+    config = TlsConfig()
+    with mitmproxy(config) as (addon, context):
+        context.configure(config, confdir=str(folder))
+        yield addon, context, config
+
+
+def trust(level: str, policy: str = "pass") -> sluice.Facts:
+    return sluice.facts_of({**POD, "trust": level, "tls": policy}, "outbound", "n1")
+
+
+def test_passed_connections_are_flows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    view = View()
+    with with_ca(tmp_path) as (addon, context, _):
+        context.master.addons.add(view)
+        hello = Hello(trust("unknown"))
+        run(addon.tls_clienthello(hello))
+        assert hello.ignore_connection
+        (flow,) = view
+        assert flow.comment == "ci/runner on n1, TLS passed through: trust unknown"
+        assert flow.metadata["sluice.passed"] == "trust unknown"
+        passed = vars(flow.client_conn)["sluice_passed"]
+        passed.up, passed.down = 5, 7
+        run(addon.client_disconnected(flow.client_conn))
+        assert flow.comment.endswith(": trust unknown, 5 bytes up, 7 down")
+        assert (flow.metadata["sluice.up"], flow.metadata["sluice.down"]) == (5, 7)
+        assert not flow.messages and not flow.killable
+        assert "passed through: ci/runner to" in caplog.text and "5 bytes up, 7 down" in caplog.text
+        for _ in range(3 * sluice.PASSED_LINES):
+            run(addon.tls_clienthello(again := Hello(trust("unknown"))))
+            run(addon.client_disconnected(again.context.client))
+        ended = caplog.text.count("TLS passed through: ci/runner")
+        assert ended < 3 * sluice.PASSED_LINES
+        addon.second = 0
+        run(addon.tls_clienthello(again := Hello(trust("unknown"))))
+        run(addon.client_disconnected(again.context.client))
+        assert "more connections in one second" in caplog.text
+
+
+def test_bytes_of_a_passed_connection_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    transports: dict[Any, Any] = {}
+    monkeypatch.setattr(sluice, "transport_of", lambda _, connection: transports.get(connection))
+    with with_ca(tmp_path) as (addon, _, _):
+        hello = Hello(trust("unknown"))
+        client, server = hello.context.client, hello.context.server
+        transports[client] = SimpleNamespace(writer=SimpleNamespace(write=written.append), reader=None)
+        run(addon.tls_clienthello(hello))
+        transports[server] = SimpleNamespace(writer=SimpleNamespace(write=written.append), reader=None)
+        addon.server_connected(SimpleNamespace(client=client, server=server))
+        transports[client].writer.write(b"down")
+        transports[server].writer.write(b"up")
+        passed = vars(client)["sluice_passed"]
+        assert (passed.up, passed.down, written) == (2, 4, [b"down", b"up"])
+
+
+def test_clients_that_refuse_are_passed_until_one_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer: Any = SimpleNamespace(write=None)
+    reader: Any = asyncio.StreamReader.__new__(asyncio.StreamReader)
+    monkeypatch.setattr(sluice, "transport_of", lambda *_: SimpleNamespace(reader=reader, writer=writer))
+    with with_ca(tmp_path) as (addon, _, _):
+        def attempt(facts: sluice.Facts, error: str = "", request: bool = False,
+                    sni: str | None = "a.example") -> bool:
+            hello = Hello(facts, sni)
+            client: Any = hello.context.client
+            run(addon.tls_clienthello(hello))
+            if error:
+                client.error = error
+                addon.tls_failed_client(SimpleNamespace(context=hello.context, conn=client))
+            if request:
+                flow = tflow.tflow()
+                flow.client_conn = client
+                addon.requestheaders(flow)
+            run(addon.client_disconnected(client))
+            return hello.ignore_connection
+
+        trusted, strict = trust("trusted"), trust("trusted", "inspect")
+        assert [attempt(trusted, ALERTS[0]) for _ in range(3)] == [False, False, True]
+        assert not attempt(trusted, sni=None) and not attempt(strict)
+        assert [attempt(trusted, ALERTS[0], sni=None) for _ in range(3)] == [False, False, True]  # by address
+        assert [attempt(strict, ALERTS[0], sni="b.example") for _ in range(3)] == [False] * 3
+        for _ in range(3):
+            assert not attempt(trusted, ALERTS[0], sni="c.example")
+            assert not attempt(trusted, request=True, sni="c.example")
+            assert not vars(reader).keys() & {"feed_data", "feed_eof", "set_exception"}
+
+
+# The CA.
+
+
+def write_ca(folder: Path, name: str, key: Any = None, identifier: bytes | None = b"an identifier") -> bytes:
+    """Writes a CA as mitmproxy reads it: a key, an intermediate and a root. Returns the file's content."""
+    root_key, made_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+
+    def certificate(subject: str, issuer: str, of: Any, by: Any) -> bytes:
+        def named(n: str) -> x509.Name:
+            return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, n)])
+
+        now = datetime.datetime.now()
+        builder = x509.CertificateBuilder(
+            named(issuer), named(subject), of.public_key(), x509.random_serial_number(),
+            now - datetime.timedelta(days=1), now + datetime.timedelta(days=1),
+        ).add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        if identifier:
+            builder = builder.add_extension(x509.SubjectKeyIdentifier(identifier), critical=False)
+        return builder.sign(by, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    content = (key or made_key).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption(),
+    ) + certificate(name, "root", made_key, root_key) + certificate("root", "root", root_key, root_key)
+    new = folder / "new"
+    new.write_bytes(content)
+    new.rename(folder / "mitmproxy-ca.pem")
+    return bytes(content)
+
+
+def leaf(config: TlsConfig) -> Any:
+    store: Any = config.certstore  # names have another type from 12 on
+    return store.get_cert("a.example", ["a.example"]).cert
+
+
+def test_the_ca_is_loaded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = write_ca(tmp_path, "first")
+    file = tmp_path / "mitmproxy-ca.pem"
+    with with_ca(tmp_path) as (addon, context, config):
+        addon.authority.refresh()
+        entry = config.certstore.get_cert("a.example", ["a.example"])
+        assert dict(entry.cert.issuer)["CN"] == "first"
+        assert entry.chain_file.read_bytes() == first
+        store = config.certstore
+        addon.authority.refresh()
+        assert config.certstore is store and leaf(config) is entry.cert
+        config.certstore.certs["own.example"] = entry  # as the option `certs` does
+
+        second = write_ca(tmp_path, "second")
+        addon.authority.refresh()
+        entry = config.certstore.get_cert("a.example", ["a.example"])
+        assert dict(entry.cert.issuer)["CN"] == "second"
+        assert entry.chain_file.read_bytes() == second
+        assert dict(config.certstore.get_cert("own.example", []).cert.issuer)["CN"] == "first"
+
+        for broken in (b"", second[:300], second[:-300], b"no PEM"):
+            caplog.clear()
+            file.write_bytes(broken)
+            addon.authority.refresh()
+            addon.authority.refresh()
+            assert caplog.text.count("cannot be used, the CA stays") == 1
+            assert dict(leaf(config).issuer)["CN"] == "second"
+        caplog.clear()
+        write_ca(tmp_path, "third", key=ec.generate_private_key(ec.SECP256R1()))
+        addon.authority.refresh()
+        assert "the key is not that" in caplog.text
+        file.unlink()
+        addon.authority.refresh()
+        assert dict(leaf(config).issuer)["CN"] == "second"
+        write_ca(tmp_path, "fourth")
+        addon.authority.refresh()
+        assert dict(leaf(config).issuer)["CN"] == "fourth"
+
+        config.configure({"confdir"})  # as mitmproxy does when that option changes
+        addon.authority.refresh()
+        assert config.certstore.get_cert("a.example", ["a.example"]).chain_file != file
+
+
+@pytest.mark.parametrize("identifier", [b"an identifier", None])
+def test_leaves_name_their_issuer(tmp_path: Path, identifier: bytes | None) -> None:
+    write_ca(tmp_path, "ca", identifier=identifier)
+    with with_ca(tmp_path) as (addon, _, config):
+        addon.authority.refresh()
+        issuer, made = config.certstore.default_ca._cert, leaf(config)._cert
+        of_leaf = made.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
+        key: Any = issuer.public_key()
+        want = identifier or x509.SubjectKeyIdentifier.from_public_key(key).digest
+        assert of_leaf == want
+        key.verify(made.signature, made.tbs_certificate_bytes, ec.ECDSA(hashes.SHA256()))
+        names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert names.get_values_for_type(x509.DNSName) == ["a.example"]
+    with mitmproxy():
+        replaced: Any = certs.dummy_cert
+        assert not hasattr(replaced.sluice_replaces, "sluice_replaces")  # loaded twice, replaced once
 
 
 # Descriptors.
@@ -601,7 +995,9 @@ def test_long_conversations_keep_their_head(size: int, at_most: int) -> None:
             flow: Any = tflow.ttcpflow()
             flow.messages = []
             for i in range(2000):
-                flow.messages.append(SimpleNamespace(content=bytes([i % 256]) * size, number=i))
+                flow.messages.append(
+                    SimpleNamespace(content=bytes([i % 256]) * size, number=i, from_client=True),
+                )
                 addon.tcp_message(flow)
                 assert flow.messages[-1].number == i
             dropped = flow.metadata.get("sluice.dropped", 0)

@@ -1,0 +1,207 @@
+package mitmproxy
+
+import (
+	"bytes"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"math/big"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
+)
+
+// root is a CA that signs the intermediate CAs of mitmproxy.
+type root struct {
+	certificate *x509.Certificate
+	key         crypto.Signer
+	issued      int64
+}
+
+func newRoot() (*root, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, err
+	}
+	template := authority("root", 1)
+	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
+	if err != nil {
+		return nil, err
+	}
+	certificate, err := x509.ParseCertificate(der)
+	return &root{certificate, key, 1}, err
+}
+
+// authority is the template of a CA. Go makes its Subject Key Identifier by another method than mitmproxy up to 12.1.
+func authority(name string, serial int64) *x509.Certificate {
+	return &x509.Certificate{
+		SerialNumber: big.NewInt(serial), Subject: pkix.Name{CommonName: name},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageCRLSign,
+	}
+}
+
+// issue makes an intermediate CA, as mitmproxy reads it: its key, its certificate, and the root's.
+func (r *root) issue(name string) ([]byte, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, err
+	}
+	r.issued++
+	der, err := x509.CreateCertificate(rand.Reader, authority(name, r.issued), r.certificate, key.Public(), r.key)
+	if err != nil {
+		return nil, err
+	}
+	encoded, err := x509.MarshalPKCS8PrivateKey(key)
+	if err != nil {
+		return nil, err
+	}
+	var out bytes.Buffer
+	err = errors.Join(
+		pem.Encode(&out, &pem.Block{Type: "PRIVATE KEY", Bytes: encoded}),
+		pem.Encode(&out, &pem.Block{Type: "CERTIFICATE", Bytes: der}),
+		pem.Encode(&out, &pem.Block{Type: "CERTIFICATE", Bytes: r.certificate.Raw}),
+	)
+	return out.Bytes(), err
+}
+
+// newSceneWithRoot makes a scene in which mitmproxy has an intermediate CA, and the pod trusts its root.
+func newSceneWithRoot(t *testing.T, version, mode, name string) (*scene, *root, error) {
+	t.Helper()
+	r, err := newRoot()
+	if err != nil {
+		return nil, nil, err
+	}
+	s := newScene(t, version, mode)
+	content, err := r.issue(name)
+	if err != nil {
+		return nil, nil, err
+	}
+	trusted := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: r.certificate.Raw})
+	if err := errors.Join(
+		os.Mkdir(testbed.Confdir(s.node), 0o700), replaceCA(s, content),
+		os.WriteFile(filepath.Join(testbed.Confdir(s.node), "mitmproxy-ca-cert.pem"), trusted, 0o600),
+	); err != nil {
+		return nil, nil, err
+	}
+	s.complete(t)
+	web{tellRequest, true}.serve(t.Context(), s.node.World, secureAddress, s.serverTLS)
+	return s, r, nil
+}
+
+// caFile is where mitmproxy has its CA.
+func caFile(s *scene) string { return filepath.Join(testbed.Confdir(s.node), "mitmproxy-ca.pem") }
+
+// replaceCA puts a CA into its place, in one step.
+func replaceCA(s *scene, content []byte) error {
+	return errors.Join(os.WriteFile(caFile(s)+".new", content, 0o600), os.Rename(caFile(s)+".new", caFile(s)))
+}
+
+// changeCA gives mitmproxy one intermediate CA after the other under traffic. No connection may fail.
+func changeCA(t *testing.T, version, mode string) error {
+	s, r, err := newSceneWithRoot(t, version, mode, "intermediate 0")
+	if err != nil {
+		return err
+	}
+	trusted := x509.NewCertPool()
+	trusted.AddCert(r.certificate)
+	var issuer atomic.Value
+	issuer.Store("")
+	c := &trusting{scene: s}
+	f := startTrafficOf(func() func() error {
+		return func() error {
+			conn, err := c.handshake(false, secureAddress, &tls.Config{RootCAs: trusted, ServerName: site})
+			if err != nil {
+				return err
+			}
+			defer conn.Close() //nolint:errcheck // the response was read
+			issuer.Store(conn.ConnectionState().PeerCertificates[0].Issuer.CommonName)
+			return askOn(conn)
+		}
+	})
+	// While other workers may be in a handshake still, a page by the new CA is followed by more of the old one.
+	served := func(name string) error {
+		return soon("certificates are by "+name, func() bool { return issuer.Load() == name })
+	}
+	errs := served("intermediate 0")
+	for i := range 6 {
+		name := fmt.Sprint("intermediate ", i+1)
+		content, err := r.issue(name)
+		if err != nil {
+			return err
+		}
+		switch i % 3 {
+		case 0:
+			err = replaceCA(s, content)
+		case 1: // with a file that cannot be used in between
+			broken := func() bool { return strings.Contains(s.proxy.Log(), "cannot be used, the CA stays") }
+			err = errors.Join(os.WriteFile(caFile(s), content[:200], 0o600), soon("the file was read", broken),
+				f.flows(), replaceCA(s, content))
+		case 2: // written byte by byte, so to say
+			var file *os.File
+			if file, err = os.Create(caFile(s)); err == nil {
+				for part := range bytes.Lines(content) {
+					_, failed := file.Write(part)
+					err = errors.Join(err, failed)
+				}
+				err = errors.Join(err, file.Close())
+			}
+		}
+		errs = errors.Join(errs, err, served(name), f.flows())
+	}
+	errs = errors.Join(errs, f.end(0))
+	t.Logf("%s, %s: %d connections, %d failed", version, mode, f.served.Load(), len(f.failed))
+	return errs
+}
+
+// strictPython: Python 3.13 verifies certificates strictly, by default. OpenSSL does what is left in any version.
+func strictPython(t *testing.T, version, mode string) error {
+	s, _, err := newSceneWithRoot(t, version, mode, "intermediate")
+	if err != nil {
+		return err
+	}
+	pythons, err := filepath.Glob(filepath.Join(testbed.SourceFile(t, "bin/mitmproxy"), "*", "venv", "bin", "python"))
+	if err != nil {
+		return err
+	}
+	const program = `
+import socket, ssl, sys
+context = ssl.create_default_context(cafile=sys.argv[1])
+assert context.verify_flags & ssl.VERIFY_X509_STRICT
+with context.wrap_socket(socket.create_connection((sys.argv[2], 443)), server_hostname=sys.argv[3]) as s:
+    s.sendall(b"GET / HTTP/1.0\r\nHost: x\r\n\r\n")
+    print(s.getpeercert()["issuer"], s.recv(100))
+`
+	trusted := filepath.Join(testbed.Confdir(s.node), "mitmproxy-ca-cert.pem")
+	for _, python := range pythons {
+		const recent = "import sys; assert sys.version_info >= (3, 13)"
+		if exec.CommandContext(t.Context(), python, "-c", recent).Run() != nil {
+			continue
+		}
+		out, err := s.pod.TryExec(python, "-c", program, trusted, testbed.WorldIPv4, site)
+		if err != nil || !strings.Contains(out, "'intermediate'") || !strings.Contains(out, "200 OK") {
+			return fmt.Errorf("%s: %w\n%s", python, err, out)
+		}
+		out, err = s.pod.TryExec("curl", "-sS", "--cacert", trusted,
+			"--connect-to", site+":443:"+net.JoinHostPort(testbed.WorldIPv4, portHTTPS), "https://"+site+"/")
+		if err != nil || !strings.Contains(out, "asked for") {
+			return fmt.Errorf("curl: %w\n%s", err, out)
+		}
+		return nil
+	}
+	return errors.New("no Python 3.13 is there (integration/mitmproxy.sh install 12.3.1)")
+}
