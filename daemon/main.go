@@ -45,6 +45,6 @@ See the state of the proxy and of each pod:             sluiced status`,
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
-	root.AddCommand(runCommand(), installCommand(), uninstallCommand(), statusCommand(), waitCommand())
+	root.AddCommand(runCommand(), installCommand(), uninstallCommand(), statusCommand(), waitCommand(), caCommand())
 	return root
 }

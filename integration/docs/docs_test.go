@@ -73,6 +73,7 @@ func TestLogMessages(t *testing.T) {
 	t.Parallel()
 	code := warnings(sources(t, "daemon"))
 	rows := page.Read(t, operations).Table(t, "Log messages", "message")
+	maps.Copy(rows, page.Read(t, operations).Table(t, "Log messages", "CA message"))
 	page.Compare(t, "messages of WARN and ERROR", rows, slices.Collect(maps.Keys(code)))
 	for message, level := range code {
 		if row := rows[message]; row != nil && level != "" && row["level"] != level {
@@ -207,12 +208,15 @@ func TestPorts(t *testing.T) {
 	page.Compare(t, "ports", page.Read(t, page.Configuration).Table(t, "Ports", "port"), code)
 }
 
-// TestTaint: the taint is a string of the code, and so is every environment variable.
+// TestTaint: the taint and the names of the CA are the strings of the code with that prefix, and every environment
+// variable is a string of the code.
 func TestTaint(t *testing.T) {
 	t.Parallel()
 	code := literals(sources(t, "daemon"), token.STRING)
 	p := page.Read(t, page.Configuration)
-	page.Compare(t, "taints", p.Table(t, "Taint", "taint"), matching(slices.Clone(code), `sluice\.dev/[a-z-]+`))
+	names := p.Table(t, "Taint", "taint")
+	maps.Copy(names, p.Table(t, "Objects of the CA", "name"))
+	page.Compare(t, "taints and names of the CA", names, matching(slices.Clone(code), `sluice\.dev/[a-z-]+`))
 	for name := range p.Table(t, "Environment variables", "variable") {
 		if !slices.Contains(code, name) {
 			t.Errorf("the daemon does not read the environment variable %s", name)

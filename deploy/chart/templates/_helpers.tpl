@@ -2,6 +2,10 @@
 app.kubernetes.io/name: sluice
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
+{{- define "sluice.caLabels" -}}
+app.kubernetes.io/name: sluice-ca
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
 {{- define "sluice.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}

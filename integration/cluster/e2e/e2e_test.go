@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
+	"sigs.k8s.io/e2e-framework/klient/k8s/resources"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 	"sigs.k8s.io/e2e-framework/pkg/features"
 )
@@ -192,7 +193,8 @@ func withoutDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
 	placeDaemonSet(ctx, t, c, system, "sluice", false)
 	waitFor(ctx, t, "the daemon has ended", func() (bool, error) {
 		var pods corev1.PodList
-		err := client(c).WithNamespace(system).List(ctx, &pods)
+		daemons := resources.WithLabelSelector("app.kubernetes.io/name=sluice")
+		err := client(c).WithNamespace(system).List(ctx, &pods, daemons)
 		return len(pods.Items) == 0, err
 	})
 	atServer, atProxy := serverRequests(ctx, t, c), proxyRequests(ctx, t, c)

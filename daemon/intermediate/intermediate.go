@@ -1,0 +1,146 @@
+// Package intermediate keeps the intermediate of a node's proxy in a folder: it requests it from the cluster's CA, and
+// requests the next one long before it ends. The key is made in the folder and does not leave it.
+package intermediate
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/sluice-cni/sluice/daemon/authority"
+	"github.com/sluice-cni/sluice/daemon/pause"
+	"github.com/sluice-cni/sluice/daemon/signer"
+)
+
+const (
+	// pollInterval is the time between two looks at a request.
+	pollInterval = time.Second
+	// patience is the time without an answer after which the log says so.
+	patience = 30 * time.Second
+	// retryInterval is the time after a request that failed. Each request is an object of the API server.
+	retryInterval = 15 * time.Second
+	// lookInterval is the longest time between two looks at the folder.
+	lookInterval = time.Minute
+)
+
+// Keeper keeps the intermediate of a node's proxy.
+type Keeper struct {
+	client    kubernetes.Interface
+	node, dir string
+	log       *slog.Logger
+	logged    string // the last error
+}
+
+// New makes a Keeper. dir is the folder, which is mitmproxy's confdir.
+func New(client kubernetes.Interface, node, dir string, log *slog.Logger) *Keeper {
+	return &Keeper{client: client, node: node, dir: dir, log: log}
+}
+
+// Run keeps the intermediate until ctx ends. It tries for ever, and always returns nil. The intermediate in the folder
+// stays until there is a new one.
+func (k *Keeper) Run(ctx context.Context) error {
+	for ctx.Err() == nil {
+		wait := lookInterval
+		if renewAt := k.renewAt(); time.Now().Before(renewAt) {
+			wait = min(wait, time.Until(renewAt))
+		} else if err := k.renew(ctx); err != nil {
+			k.report(ctx, err)
+			wait = retryInterval
+		}
+		_ = pause.For(ctx, wait) // the loop looks at ctx
+	}
+	return nil
+}
+
+// renewAt is the time at which the intermediate in the folder is to be renewed: in the past if there is none.
+func (k *Keeper) renewAt() time.Time {
+	a, err := authority.ReadMitmproxy(k.dir)
+	if err != nil { // most likely there is none yet
+		return time.Time{}
+	}
+	return a.RenewAt()
+}
+
+// report logs an error once, until there is another one.
+func (k *Keeper) report(ctx context.Context, err error) {
+	if ctx.Err() == nil && err.Error() != k.logged {
+		k.logged = err.Error()
+		k.log.Error("no new intermediate yet; trying again", "node", k.node, "err", err)
+	}
+}
+
+// renew requests an intermediate and writes it into the folder.
+func (k *Keeper) renew(ctx context.Context) error {
+	key, err := authority.NewKey()
+	if err != nil {
+		return err
+	}
+	text, err := authority.NewRequest(key, k.node)
+	if err != nil {
+		return err
+	}
+	requests := k.client.CertificatesV1().CertificateSigningRequests()
+	request, err := requests.Create(ctx, &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "sluice-proxy-"},
+		Spec: certificatesv1.CertificateSigningRequestSpec{
+			SignerName: signer.Name, Request: text, Usages: []certificatesv1.KeyUsage{certificatesv1.UsageCertSign},
+		},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		return fmt.Errorf("requesting the intermediate of node %s: %w", k.node, err)
+	}
+	k.log.Info("intermediate requested", "node", k.node, "request", request.Name)
+	chain, err := k.await(ctx, request.Name)
+	if err != nil {
+		return fmt.Errorf("awaiting the answer to request %s: %w", request.Name, err)
+	}
+	a, err := authority.Answer(chain, key)
+	if err != nil {
+		return fmt.Errorf("reading the answer to request %s: %w", request.Name, err)
+	}
+	if !time.Now().Before(a.RenewAt()) { // the folder would have one that is due, and requests would not end
+		return fmt.Errorf("the answer to request %s ends at %s: compare the clocks of this node and of the CA's, and "+
+			"the end of the root", request.Name, a.Until().Format(time.RFC3339))
+	}
+	if err := a.WriteMitmproxy(k.dir); err != nil {
+		return err
+	}
+	k.logged = ""
+	k.log.Info("intermediate received", "node", k.node, "request", request.Name, "until", a.Until())
+	return nil
+}
+
+// await waits for the answer to a request, for as long as the request exists.
+func (k *Keeper) await(ctx context.Context, name string) ([]byte, error) {
+	late := time.Now().Add(patience)
+	for {
+		request, err := k.client.CertificatesV1().CertificateSigningRequests().Get(ctx, name, metav1.GetOptions{})
+		switch {
+		case apierrors.IsNotFound(err):
+			return nil, err
+		case err != nil: // the API server is late, and has the request
+			k.report(ctx, fmt.Errorf("getting request %s: %w", name, err))
+		case len(request.Status.Certificate) > 0:
+			return request.Status.Certificate, nil
+		default:
+			for _, c := range request.Status.Conditions {
+				if c.Type != certificatesv1.CertificateApproved {
+					return nil, fmt.Errorf("it is %s: %s", c.Type, c.Message)
+				}
+			}
+			if time.Now().After(late) {
+				k.report(ctx, errors.New("the CA has not answered yet: does sluice-ca run?"))
+			}
+		}
+		if err := pause.For(ctx, pollInterval); err != nil {
+			return nil, err
+		}
+	}
+}
