@@ -190,7 +190,7 @@ func (d daemon) build() (p parts, err error) {
 	orchestrator := newOrchestrator(decider{
 		conf: d.conf, resolvers: d.findResolvers(resolvConf), proxies: p.hub.Addresses,
 	}, p.node, d.excluded)
-	if p.trust, err = newPodTrust(d, table, p.hub, orchestrator); err != nil {
+	if p.trust, err = newPodTrust(d, p.node, table, p.hub, orchestrator); err != nil {
 		return p, err
 	}
 	p.agent = agent.New(agent.Config{

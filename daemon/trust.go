@@ -7,12 +7,14 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/gate"
+	"github.com/sluice-cni/sluice/daemon/kube"
 	"github.com/sluice-cni/sluice/daemon/proxies"
 	"github.com/sluice-cni/sluice/daemon/trust"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -21,6 +23,12 @@ import (
 
 // reasonNotTrusted is the reason of the events about containers that do not trust the proxy's CA.
 const reasonNotTrusted = "SluiceCANotTrusted"
+
+// checkInterval is the time between looks for containers that are to be given the CA since an annotation has changed.
+const checkInterval = 10 * time.Second
+
+// listTime bounds the wait for the API server's list of pods before the daemon connects to the container runtime.
+const listTime = 2 * time.Second
 
 // podTrust connects package trust, which knows containers, with the captured pods.
 type podTrust struct {
@@ -36,15 +44,27 @@ type podTrust struct {
 	reported map[string]string // the last event on each pod, by its UID; of the goroutine of report
 }
 
-func newPodTrust(d daemon, table *endpoint.Table, hub *proxies.Hub, orchestrator agent.Orchestrator) (*podTrust, error) {
+func newPodTrust(
+	d daemon, node *kube.Node, table *endpoint.Table, hub *proxies.Hub, orchestrator agent.Orchestrator,
+) (*podTrust, error) {
 	t := &podTrust{
 		table: table, hub: hub, orchestrator: orchestrator,
 		changed: map[string]bool{}, wake: make(chan struct{}, 1), reported: map[string]string{},
 	}
+	var stopping func() bool
+	if node != nil {
+		listed := time.Now().Add(listTime)
+		stopping = func() bool {
+			if node.Ready() != nil && time.Now().Before(listed) {
+				return true // the pods are not known yet
+			}
+			return node.Terminating()
+		}
+	}
 	var err error
 	t.Trust, err = trust.New(trust.Config{
 		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: filepath.Join(d.conf.StateDir, "trust"),
-		Hook: d.plugin, Plugin: d.plugin, Wanted: t.wanted, Changed: t.noteChange, Log: d.log,
+		Hook: d.plugin, Plugin: d.plugin, Wanted: t.wanted, Stopping: stopping, Changed: t.noteChange, Log: d.log,
 	})
 	return t, err
 }
@@ -114,10 +134,14 @@ func (t *podTrust) run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return t.Run(ctx) })
 	group.Go(func() error {
+		check := time.NewTicker(checkInterval)
+		defer check.Stop()
 		for {
 			select {
 			case <-t.wake:
 				t.report()
+			case <-check.C:
+				t.Check()
 			case <-ctx.Done():
 				return nil
 			}

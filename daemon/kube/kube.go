@@ -259,6 +259,14 @@ func (n *Node) Running() []optin.Running {
 	return running
 }
 
+// Terminating reports whether a pod of this node is being deleted and may still have containers.
+func (n *Node) Terminating() bool {
+	return slices.ContainsFunc(n.scheduled(), func(p *corev1.Pod) bool {
+		ended := p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
+		return p.DeletionTimestamp != nil && !ended
+	})
+}
+
 // addresses are the IP addresses of a pod.
 func addresses(p *corev1.Pod) []netip.Addr {
 	var all []netip.Addr

@@ -288,5 +288,5 @@ func (t *Trust) updateCA() {
 		return
 	}
 	t.config.Log.Info("the proxy's CA has changed", "fingerprints", now.fingerprints)
-	t.checkAll()
+	t.Check()
 }

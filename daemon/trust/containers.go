@@ -14,10 +14,11 @@ import (
 
 // container is a container that runs.
 type container struct {
-	id, name, sandbox string
-	pid               int
-	mounted           bool // the fallback
-	equipped          bool // with the variables
+	id, name string
+	pod      string // its UID
+	pid      int
+	mounted  bool // the fallback
+	equipped bool // with the variables
 
 	state   truststore.State
 	note    string
@@ -26,10 +27,10 @@ type container struct {
 	busy    chan struct{} // closed when the look that goes on has ended; nil if none does
 }
 
-func (t *Trust) newContainer(c *api.Container) *container {
+func (t *Trust) newContainer(podUID string, c *api.Container) *container {
 	mounted := mountAt(c, MountPath)
 	return &container{
-		id: c.GetId(), name: c.GetName(), sandbox: c.GetPodSandboxId(), pid: int(c.GetPid()),
+		id: c.GetId(), name: c.GetName(), pod: podUID, pid: int(c.GetPid()),
 		mounted:  mounted != nil && mounted.GetSource() == t.files.folder(),
 		equipped: environment(c)[variables[0].name],
 		state:    truststore.Unknown, note: "not looked at yet",
@@ -37,14 +38,18 @@ func (t *Trust) newContainer(c *api.Container) *container {
 }
 
 // replaceAll takes over the runtime's list of containers, and removes the reports of others.
-func (t *Trust) replaceAll(list []*api.Container) {
+func (t *Trust) replaceAll(sandboxes []*api.PodSandbox, list []*api.Container) {
+	uids := make(map[string]string) // by the ID of the sandbox
+	for _, s := range sandboxes {
+		uids[s.GetId()] = s.GetUid()
+	}
 	now := make(map[string]*container)
 	reports := make(map[string]bool)
 	for _, c := range list {
 		reports[t.files.report(c.GetId())] = true
 		switch c.GetState() {
 		case api.ContainerState_CONTAINER_RUNNING, api.ContainerState_CONTAINER_PAUSED:
-			now[c.GetId()] = t.newContainer(c)
+			now[c.GetId()] = t.newContainer(uids[c.GetPodSandboxId()], c)
 		}
 	}
 	t.mu.Lock()
@@ -57,16 +62,16 @@ func (t *Trust) replaceAll(list []*api.Container) {
 	t.containers, t.known, t.problem = now, true, ""
 	t.mu.Unlock()
 	t.removeReports(reports)
-	t.checkAll()
+	t.Check()
 	t.settle()
-	sandboxes := make(map[string]bool)
+	pods := make(map[string]bool)
 	for _, list := range []map[string]*container{before, now} {
 		for _, c := range list {
-			sandboxes[c.sandbox] = true
+			pods[c.pod] = true
 		}
 	}
-	for id := range sandboxes {
-		t.changed(id)
+	for uid := range pods {
+		t.changed(uid)
 	}
 }
 
@@ -97,7 +102,7 @@ func (t *Trust) start(c *container) {
 	t.containers[c.id] = c
 	current := t.ca
 	t.mu.Unlock()
-	if !t.config.Wanted(c.sandbox) {
+	if !t.config.Wanted(c.pod) {
 		return
 	}
 	state, note, ok := t.outcome(c, current)
@@ -108,7 +113,7 @@ func (t *Trust) start(c *container) {
 		t.checkLocked(c)
 	}
 	t.mu.Unlock()
-	t.changed(c.sandbox)
+	t.changed(c.pod)
 }
 
 // stop forgets a container.
@@ -118,7 +123,7 @@ func (t *Trust) stop(id string) {
 	delete(t.containers, id)
 	t.mu.Unlock()
 	if c != nil {
-		t.changed(c.sandbox)
+		t.changed(c.pod)
 	}
 }
 
@@ -126,30 +131,31 @@ func (c *container) set(state truststore.State, note string, current ca) {
 	c.state, c.note, c.checked, c.looked = state, note, current.fingerprints, true
 }
 
-// checkAll looks at the containers of all wanted pods.
-func (t *Trust) checkAll() {
+// Check begins to look at the containers of wanted pods that it has not looked at: a pod may have become wanted while
+// they ran.
+func (t *Trust) Check() {
 	t.mu.Lock()
-	var sandboxes []string
+	var pods []string
 	for _, c := range t.containers {
-		sandboxes = append(sandboxes, c.sandbox)
+		pods = append(pods, c.pod)
 	}
 	t.mu.Unlock()
-	slices.Sort(sandboxes)
-	t.checkSandboxes(slices.Compact(sandboxes))
+	slices.Sort(pods)
+	t.checkPods(slices.Compact(pods))
 }
 
-// checkSandboxes looks at the containers of those sandboxes that are wanted, and returns channels that are closed when
+// checkPods looks at the containers of those pods that are wanted, and returns channels that are closed when
 // that is done.
-func (t *Trust) checkSandboxes(ids []string) []<-chan struct{} {
+func (t *Trust) checkPods(uids []string) []<-chan struct{} {
 	wanted := make(map[string]bool)
-	for _, id := range ids {
-		wanted[id] = t.config.Wanted(id)
+	for _, uid := range uids {
+		wanted[uid] = t.config.Wanted(uid)
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	var done []<-chan struct{}
 	for _, c := range t.containers {
-		if wanted[c.sandbox] && (c.busy != nil || !c.looked || c.checked != t.ca.fingerprints) {
+		if wanted[c.pod] && (c.busy != nil || !c.looked || c.checked != t.ca.fingerprints) {
 			done = append(done, t.checkLocked(c))
 		}
 	}
@@ -184,7 +190,7 @@ func (t *Trust) check(c *container) {
 			t.removeReport(c.id) // a repair has written it after the container's end
 		}
 	}
-	t.changed(c.sandbox)
+	t.changed(c.pod)
 }
 
 // examine returns the state of a container, after a repair if the hook has left no report about the CA.
@@ -244,10 +250,10 @@ func noteOf(report truststore.Report) string {
 }
 
 // podLocked is the state of a pod's containers.
-func (t *Trust) podLocked(sandboxID string) Pod {
+func (t *Trust) podLocked(podUID string) Pod {
 	var pod Pod
 	for _, c := range t.containers {
-		if c.sandbox == sandboxID {
+		if c.pod == podUID {
 			pod.Containers = append(pod.Containers, Container{ID: c.id, Name: c.name, State: c.state, Note: c.note})
 		}
 	}

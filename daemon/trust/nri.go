@@ -136,9 +136,9 @@ func (p *plugin) isSynchronized() bool {
 
 // Synchronize implements stub.SynchronizeInterface: the runtime names its containers.
 func (p *plugin) Synchronize(
-	_ context.Context, _ []*api.PodSandbox, containers []*api.Container,
+	_ context.Context, pods []*api.PodSandbox, containers []*api.Container,
 ) ([]*api.ContainerUpdate, error) {
-	p.trust.replaceAll(containers)
+	p.trust.replaceAll(pods, containers)
 	p.trust.config.Log.Info("connected to the container runtime (NRI)", "containers", len(containers))
 	close(p.synchronized)
 	return nil, nil
@@ -148,7 +148,7 @@ func (p *plugin) Synchronize(
 func (p *plugin) CreateContainer(
 	_ context.Context, pod *api.PodSandbox, c *api.Container,
 ) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
-	if !p.trust.config.Wanted(pod.GetId()) {
+	if !p.trust.config.Wanted(pod.GetUid()) {
 		return nil, nil, nil
 	}
 	return p.trust.adjustment(c), nil, nil
@@ -156,8 +156,8 @@ func (p *plugin) CreateContainer(
 
 // StartContainer implements stub.StartContainerInterface: the container is there with its hooks run, and its process
 // has not started.
-func (p *plugin) StartContainer(_ context.Context, _ *api.PodSandbox, c *api.Container) error {
-	p.trust.start(p.trust.newContainer(c))
+func (p *plugin) StartContainer(_ context.Context, pod *api.PodSandbox, c *api.Container) error {
+	p.trust.start(p.trust.newContainer(pod.GetUid(), c))
 	return nil
 }
 

@@ -196,17 +196,17 @@ func (s *scene) run(trust *Trust) (stop func()) {
 	return stop
 }
 
-// ready waits until the containers of some sandboxes have been looked at.
-func (s *scene) ready(trust *Trust, sandboxes ...string) {
+// ready waits until the containers of some pods have been looked at.
+func (s *scene) ready(trust *Trust, pods ...string) {
 	s.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	s.must(trust.Ready(ctx, sandboxes...))
+	s.must(trust.Ready(ctx, pods...))
 }
 
-func (s *scene) wantState(trust *Trust, sandbox string, state truststore.State, note string) {
+func (s *scene) wantState(trust *Trust, uid string, state truststore.State, note string) {
 	s.t.Helper()
-	pod := trust.State(sandbox)
+	pod := trust.State(uid)
 	data, err := json.Marshal(pod)
 	s.must(err)
 	if pod.State != state || !strings.Contains(string(data), note) {
@@ -300,7 +300,11 @@ func (r *runtime) serve() {
 func (r *runtime) synchronize(ctx context.Context, tell adaptation.SyncCB) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	_, err := tell(ctx, nil, r.containers)
+	var pods []*api.PodSandbox
+	for _, c := range r.containers {
+		pods = append(pods, sandbox(c))
+	}
+	_, err := tell(ctx, pods, r.containers)
 	r.plugins++
 	return err
 }
@@ -327,11 +331,16 @@ func (r *runtime) waitFor(plugins int) {
 	})
 }
 
+// sandbox is the sandbox of a container. In these tests its pod has the ID of the sandbox as its UID.
+func sandbox(c *api.Container) *api.PodSandbox {
+	return &api.PodSandbox{Id: c.PodSandboxId, Uid: c.PodSandboxId}
+}
+
 // create asks the plugins about a container, and returns their adjustment.
 func (r *runtime) create(c *api.Container) *api.ContainerAdjustment {
 	r.s.t.Helper()
 	response, err := r.CreateContainer(context.Background(), &api.CreateContainerRequest{
-		Pod: &api.PodSandbox{Id: c.PodSandboxId}, Container: c,
+		Pod: sandbox(c), Container: c,
 	})
 	r.s.must(err)
 	return response.Adjust
@@ -341,7 +350,7 @@ func (r *runtime) create(c *api.Container) *api.ContainerAdjustment {
 func (r *runtime) begin(c *api.Container) {
 	r.s.t.Helper()
 	r.s.must(r.StartContainer(context.Background(), &api.StartContainerRequest{
-		Pod: &api.PodSandbox{Id: c.PodSandboxId}, Container: c,
+		Pod: sandbox(c), Container: c,
 	}))
 }
 

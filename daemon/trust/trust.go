@@ -3,8 +3,8 @@
 //
 //	t, err := trust.New(trust.Config{CAFile: …, Dir: "/run/sluice/trust", Hook: …, Plugin: …, Wanted: …, Log: …})
 //	go t.Run(ctx)
-//	t.Ready(ctx, sandboxID)  // before the pod's gate opens
-//	t.State(sandboxID)       // for the status, and for the proxy
+//	t.Ready(ctx, podUID)  // before the pod's gate opens
+//	t.State(podUID)       // for the status, and for the proxy
 //
 // # A container that is created
 //
@@ -64,15 +64,15 @@ type Config struct {
 	Plugin string
 	// Proc is the folder of the host's processes; empty: /proc.
 	Proc string
-	// Wanted reports whether the containers of a sandbox are to trust the CA. It must not block.
-	Wanted func(sandboxID string) bool
+	// Wanted reports whether the containers of a pod are to trust the CA. It must not block.
+	Wanted func(podUID string) bool
 	// Stopping, if it is not nil, reports whether the runtime may be stopping a container now, such as one of a pod that
 	// is being deleted. The connection to the runtime waits meanwhile: containerd creates no container on the node from
 	// the connection of a plugin until the stop has ended (https://github.com/containerd/containerd/issues/14083).
 	Stopping func() bool
-	// Changed, if it is not nil, is called after the state of a container in a sandbox may have changed. It must not
+	// Changed, if it is not nil, is called after the state of a container in a pod may have changed. It must not
 	// block.
-	Changed func(sandboxID string)
+	Changed func(podUID string)
 	Log     *slog.Logger
 }
 
@@ -154,16 +154,16 @@ func (t *Trust) Run(ctx context.Context) error {
 // settle lets Ready go on.
 func (t *Trust) settle() { t.settleOnce.Do(func() { close(t.settled) }) }
 
-// Ready returns when the running containers of the sandboxes have been looked at and, where necessary, repaired. If the
+// Ready returns when the running containers of the pods have been looked at and, where necessary, repaired. If the
 // runtime does not name its containers within three seconds of the start, Ready does not wait for them. The error is
 // that of ctx. A pod that becomes wanted while its containers run needs a call of Ready.
-func (t *Trust) Ready(ctx context.Context, sandboxIDs ...string) error {
+func (t *Trust) Ready(ctx context.Context, podUIDs ...string) error {
 	select {
 	case <-t.settled:
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	for _, done := range t.checkSandboxes(sandboxIDs) {
+	for _, done := range t.checkPods(podUIDs) {
 		select {
 		case <-done:
 		case <-ctx.Done():
@@ -174,18 +174,25 @@ func (t *Trust) Ready(ctx context.Context, sandboxIDs ...string) error {
 }
 
 // State returns the state of a pod's containers.
-func (t *Trust) State(sandboxID string) Pod {
+func (t *Trust) State(podUID string) Pod {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if !t.known {
 		return Pod{State: truststore.Unknown, Note: t.problem}
 	}
-	return t.podLocked(sandboxID)
+	return t.podLocked(podUID)
+}
+
+// HasCA reports whether there is a CA.
+func (t *Trust) HasCA() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.ca.exists()
 }
 
 // changed tells the caller that a pod's state may have changed.
-func (t *Trust) changed(sandboxID string) {
+func (t *Trust) changed(podUID string) {
 	if t.config.Changed != nil {
-		t.config.Changed(sandboxID)
+		t.config.Changed(podUID)
 	}
 }
