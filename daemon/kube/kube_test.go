@@ -327,20 +327,23 @@ func TestRunning(t *testing.T) {
 // TestTerminating: a pod that is being deleted has containers until it has ended.
 func TestTerminating(t *testing.T) {
 	t.Parallel()
-	deleted := func(p *corev1.Pod) { p.DeletionTimestamp, p.Finalizers = &metav1.Time{Time: time.Now()}, []string{"a/b"} }
+	deleted := func(p *corev1.Pod) {
+		p.DeletionTimestamp, p.Finalizers = &metav1.Time{Time: time.Now()}, []string{"a/b"}
+	}
 	ended := func(p *corev1.Pod) { p.Status.Phase = corev1.PodSucceeded }
 	for _, tc := range []struct {
-		changes []func(*corev1.Pod)
-		want    bool
+		name   string
+		change func(*corev1.Pod)
+		want   bool
 	}{
-		{nil, false},
-		{[]func(*corev1.Pod){ended}, false},
-		{[]func(*corev1.Pod){deleted}, true},
-		{[]func(*corev1.Pod){deleted, ended}, false},
+		{"runs", wanted, false},
+		{"ended", ended, false},
+		{"being deleted", deleted, true},
+		{"being deleted, and ended", func(p *corev1.Pod) { deleted(p); ended(p) }, false},
 	} {
-		n, _ := newNode(t, address, namespace("ci", nil), pod("ci", "web", tc.changes...))
+		n, _ := newNode(t, address, namespace("ci", nil), pod("ci", "web", tc.change))
 		if got := n.Terminating(); got != tc.want {
-			t.Errorf("%d changes: got %t, want %t", len(tc.changes), got, tc.want)
+			t.Errorf("%s: got %t, want %t", tc.name, got, tc.want)
 		}
 	}
 }
