@@ -27,8 +27,10 @@ import (
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
-// daemonVariable has the folder of a daemon.
-const daemonVariable = "SLUICE_TRUST_DAEMON"
+const (
+	daemonVariable = "SLUICE_TRUST_DAEMON" // the folder of a daemon
+	procVariable   = "SLUICE_TRUST_PROC"   // the folder of the host's processes
+)
 
 // daemonMain is a daemon with nothing but the plugin. A sandbox is wanted if the folder wanted has a file of its ID, and
 // the runtime stops a container while there is a file stopping. Each line of standard input, "ready ID" or "state ID",
@@ -38,7 +40,7 @@ func daemonMain() error {
 	plugin := filepath.Join(dir, "sluice")
 	t, err := trust.New(trust.Config{
 		Socket: filepath.Join(dir, "nri.sock"), CAFile: filepath.Join(dir, "ca/ca.pem"), Dir: filepath.Join(dir, "run"),
-		Hook: plugin, Plugin: plugin,
+		Hook: plugin, Plugin: plugin, Proc: os.Getenv(procVariable),
 		Wanted: func(id string) bool {
 			_, err := os.Stat(filepath.Join(dir, "wanted", id))
 			return err == nil
