@@ -26,7 +26,8 @@ func TestCapabilities(t *testing.T) {
 	p.run("plain", withStore)
 	p.run("read-only", withStore, readOnly)
 	p.run("user", withStore, user)
-	p.run("owned", withStore).sh("chmod 640 " + ownBundle + " && chmod 700 /etc/ssl/certs && chown -R 1000:1000 /etc/ssl/certs")
+	owned := p.run("owned", withStore)
+	owned.sh("chmod 640 " + ownBundle + " && chmod 700 /etc/ssl/certs && chown -R 1000:1000 /etc/ssl/certs")
 	for _, missing := range append(capabilities, "") {
 		c.setCA(newCA(t, "without "+missing)) // every container needs a repair
 		rest := slices.DeleteFunc(slices.Clone(capabilities), func(name string) bool { return name == missing })

@@ -17,6 +17,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -32,9 +33,9 @@ const (
 	procVariable   = "SLUICE_TRUST_PROC"   // the folder of the host's processes
 )
 
-// daemonMain is a daemon with nothing but the plugin. A sandbox is wanted if the folder wanted has a file of its ID, and
-// the runtime stops a container while there is a file stopping. Each line of standard input, "ready ID" or "state ID",
-// gets a line.
+// daemonMain is a daemon with nothing but the plugin. A sandbox is wanted if the folder wanted has a file of its ID,
+// and the runtime stops a container while there is a file stopping. Each line of standard input, "ready ID" or
+// "state ID", gets a line.
 func daemonMain() error {
 	dir := os.Getenv(daemonVariable)
 	plugin := filepath.Join(dir, "sluice")
@@ -126,7 +127,7 @@ func (c *containerd) newDaemon(prefix ...string) *daemon {
 	c.t.Helper()
 	program, err := os.Executable()
 	c.must(err)
-	args := append(prefix, program)
+	args := slices.Concat(prefix, []string{program})
 	d := &daemon{t: c.t, cmd: exec.Command(args[0], args[1:]...)}
 	d.cmd.Env = append(os.Environ(), stageVariable+"=daemon", daemonVariable+"="+c.dir)
 	log, err := os.CreateTemp(c.dir, "daemon-*.log")
@@ -194,7 +195,8 @@ func newCA(t testing.TB, name string) []byte {
 	}
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true,
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true,
 	}
 	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
 	if err != nil {

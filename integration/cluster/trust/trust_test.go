@@ -212,9 +212,9 @@ func TestTwoDaemons(t *testing.T) {
 	check := func(when string) {
 		t.Helper()
 		container := p.run("app", withStore)
-		for text, want := range map[string]int{`"ca-hook"`: 1, `"NODE_EXTRA_CA_CERTS=`: 1, `"destination":"/.sluice-ca"`: 1} {
-			if got := strings.Count(container.spec(), text); got != want {
-				t.Errorf("%s: got %d times %s in config.json, want %d", when, got, text, want)
+		for _, text := range []string{`"ca-hook"`, `"NODE_EXTRA_CA_CERTS=`, `"destination":"/.sluice-ca"`} {
+			if got := strings.Count(container.spec(), text); got != 1 {
+				t.Errorf("%s: got %d times %s in config.json, want one", when, got, text)
 			}
 		}
 		container.wantCA("$SSL_CERT_FILE")
