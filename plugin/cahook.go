@@ -34,8 +34,8 @@ container's state from standard input, and its exit code is always 0: a containe
 
 `
 
-const bundleUsage = "`FILE` in the container with a fallback bundle, alone on its mount; where the container has a bundle of " +
-	"its own, a link to that takes its place"
+const bundleUsage = "`FILE` in the container with a fallback bundle, alone on its mount; where the container has a " +
+	"bundle of its own, a link to that takes its place"
 
 // caHook runs the hook. It returns in time and without an error, because the runtime does not start a container whose
 // hook fails.

@@ -21,7 +21,8 @@ import (
 // caRepairTimeout bounds the repair of a container whose file system hangs.
 const caRepairTimeout = 5 * time.Second
 
-const caRepairUsage = `usage: sluice ca-repair --pid PID --container ID --ca FILE --report FILE [--bundle FILE] [--proc FOLDER]
+const caRepairUsage = `usage: sluice ca-repair --pid PID --container ID --ca FILE --report FILE [--bundle FILE]
+                        [--proc FOLDER]
 
 Adds the CA certificates in FILE to the trust stores of a container that runs. sluiced calls it for containers that were
 created without the hook.

@@ -19,8 +19,8 @@ type variable struct {
 // container has started. The first two add to a client's own roots. The others replace them: they name the bundle,
 // which is the container's own where it has one.
 //
-// Others are left out on purpose. curl reads SSL_CERT_FILE, pip and botocore read REQUESTS_CA_BUNDLE, so CURL_CA_BUNDLE,
-// PIP_CERT and AWS_CA_BUNDLE would add nothing. GIT_SSL_CAINFO and CARGO_HTTP_CAINFO would override a setting of the
+// Others are left out on purpose. curl reads SSL_CERT_FILE, pip and botocore read REQUESTS_CA_BUNDLE, so
+// CURL_CA_BUNDLE, PIP_CERT and AWS_CA_BUNDLE would add nothing. GIT_SSL_CAINFO and CARGO_HTTP_CAINFO would override a setting of the
 // user in git's or cargo's configuration.
 var variables = []variable{
 	{name: "NODE_EXTRA_CA_CERTS", path: CAPath},                              // Node.js has roots of its own
@@ -35,8 +35,8 @@ const hookCommand = "ca-hook"
 // hookSeconds is the time after which the runtime ends the hook. The hook itself ends after a second.
 const hookSeconds = 2
 
-// adjustment returns the additions to a container of a wanted pod. What is there already stays: another sluiced may have
-// added it, and the runtime does not create a container for which two plugins want the same.
+// adjustment returns the additions to a container of a wanted pod. Additions that are there already stay: another
+// sluiced may have made them, and the runtime does not create a container for which two plugins want the same.
 func (t *Trust) adjustment(c *api.Container) *api.ContainerAdjustment {
 	adjust := &api.ContainerAdjustment{}
 	if t.hookIsThere() && !hasHook(c) {

@@ -33,11 +33,14 @@ func TestAdjustment(t *testing.T) {
 		},
 		{
 			name: "variables that ours would override",
-			c:    &api.Container{Env: []string{"SSL_CERT_DIR=/x", "CURL_CA_BUNDLE=/x"}}, want: hook + mount + node + deno,
+			c:    &api.Container{Env: []string{"SSL_CERT_DIR=/x", "CURL_CA_BUNDLE=/x"}},
+			want: hook + mount + node + deno,
 		},
 		{
 			name: "its own createContainer hook",
-			c:    &api.Container{Hooks: &api.Hooks{CreateContainer: []*api.Hook{{Path: "/x", Args: []string{"x", "y"}}}}},
+			c: &api.Container{Hooks: &api.Hooks{
+				CreateContainer: []*api.Hook{{Path: "/x", Args: []string{"x", "y"}}},
+			}},
 			want: hook + mount + node + deno + ssl + requests,
 		},
 		{
@@ -77,7 +80,8 @@ func TestAdjustment(t *testing.T) {
 			before: func(s *scene, _ *Trust) { s.must(os.RemoveAll(s.path("run"))) },
 		},
 		{
-			name: "another mount at the place", c: &api.Container{Mounts: []*api.Mount{{Destination: MountPath, Source: "/x"}}},
+			name: "another mount at the place",
+			c:    &api.Container{Mounts: []*api.Mount{{Destination: MountPath, Source: "/x"}}},
 			want: hook,
 		},
 	} {

@@ -142,7 +142,8 @@ func (f *files) tryUpdate() (ca, error) {
 func (f *files) makeFolders() error {
 	var errs []error
 	for _, folder := range []string{f.dir, f.folder(), filepath.Dir(f.onHost(BundlePath))} {
-		errs = append(errs, os.MkdirAll(folder, 0o755), os.Chmod(folder, 0o755))
+		errs = append(errs, os.MkdirAll(folder, 0o755),
+			os.Chmod(folder, 0o755)) //nolint:gosec // public certificates
 	}
 	return errors.Join(append(errs, os.MkdirAll(f.reports(), 0o700))...)
 }
@@ -199,8 +200,8 @@ func (f *files) readRoots() ([]byte, error) {
 		}
 		return append(bytes.TrimRight(data, "\n"), '\n'), nil
 	}
-	return nil, errors.New("no public roots in this image (package ca-certificates): containers without a trust store " +
-		"get no bundle")
+	return nil, errors.New("no public roots in this image (package ca-certificates): containers without a trust " +
+		"store get no bundle")
 }
 
 func readBounded(path string, limit int64) ([]byte, error) {

@@ -223,8 +223,8 @@ func (t *Trust) outcome(c *container, current ca) (state truststore.State, note 
 	}
 	note = noteOf(report)
 	if note == "" && !c.equipped {
-		note = "created without sluice: Node.js and Deno with their own roots do not trust the CA until the container " +
-			"starts anew"
+		note = "created without sluice: Node.js and Deno with their own roots do not trust the CA until the " +
+			"container starts anew"
 	}
 	return report.State, note, true
 }

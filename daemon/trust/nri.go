@@ -16,8 +16,8 @@ import (
 )
 
 const (
-	// pluginName and pluginIndex name the plugin to the runtime. The runtime asks plugins in the order of their indexes:
-	// the last one sees the variables that the others have added.
+	// pluginName and pluginIndex name the plugin to the runtime, which asks plugins in the order of their indexes: the
+	// last one sees the variables that the others have added.
 	pluginName  = "sluice"
 	pluginIndex = "99"
 	// registerTimeout bounds the time from the connect to the runtime's list of containers.
@@ -87,7 +87,7 @@ func (t *Trust) serveOnce(ctx context.Context) (connected bool, err error) {
 	if err != nil {
 		return false, fmt.Errorf("registering with the container runtime: %w", err)
 	}
-	// The stub waits for ever if the runtime ends between the registration and the configuration. It is left behind then.
+	// The stub waits for ever, and is left behind, if the runtime ends between the registration and the configuration.
 	ended := make(chan error, 1)
 	go func() { ended <- s.Run(ctx) }()
 	select {

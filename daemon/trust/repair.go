@@ -31,8 +31,8 @@ func (t *Trust) repair(c *container) error {
 	if c.mounted {
 		args = append(args, "--bundle", BundlePath)
 	}
-	cmd := exec.Command(t.config.Plugin, args...)
-	cmd.Env = []string{} // nothing of the daemon's is of use in a container
+	cmd := exec.Command(t.config.Plugin, args...) //nolint:noctx // it ends by itself, with its files whole
+	cmd.Env = []string{}                          // nothing of the daemon's is of use in a container
 	var output bytes.Buffer
 	cmd.Stderr = &output
 	if err := cmd.Start(); err != nil {

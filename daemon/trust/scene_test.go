@@ -48,7 +48,7 @@ type scene struct {
 
 func newScene(t *testing.T, wanted ...string) *scene {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "trust") // the path of a socket is short
+	dir, err := os.MkdirTemp("", "trust") //nolint:usetesting // the path of a socket is short
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -371,7 +371,8 @@ func newCA(t testing.TB, name string) []byte {
 	}
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true,
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true,
 	}
 	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
 	if err != nil {

@@ -48,7 +48,9 @@ func TestHookReport(t *testing.T) {
 			if s.changed["pod"] == 0 {
 				t.Error("Changed was not called")
 			}
-			s.must(r.RemoveContainer(t.Context(), &api.RemoveContainerRequest{Pod: &api.PodSandbox{Id: "pod"}, Container: c}))
+			s.must(r.RemoveContainer(t.Context(), &api.RemoveContainerRequest{
+				Pod: &api.PodSandbox{Id: "pod"}, Container: c,
+			}))
 			s.wantState(trust, "pod", truststore.Unknown, "no container runs")
 			if _, err := os.Stat(s.path("run/reports/pod.json")); !os.IsNotExist(err) {
 				t.Errorf("the report of a container that is gone: got %v, want none", err)

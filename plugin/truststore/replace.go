@@ -113,14 +113,15 @@ func writeBuffered(f *os.File, contents change) error {
 	return nil
 }
 
-// inherit gives a new file the owner, the mode and the extended attributes of the old one.
+// inherit gives a new file the owner, the mode and the extended attributes of the old one. The owner is last: to change
+// the mode of another user's file would take one more capability.
 func inherit(f, old *os.File, info unix.Statx_t) error {
-	if err := f.Chown(int(info.Uid), int(info.Gid)); err != nil {
-		return fmt.Errorf("giving the new file its owner: %w", err)
-	}
 	copyAttributes(f, old)
 	if err := unix.Fchmod(int(f.Fd()), uint32(info.Mode)&0o7777); err != nil {
 		return fmt.Errorf("giving the new file its mode: %w", err)
+	}
+	if err := f.Chown(int(info.Uid), int(info.Gid)); err != nil {
+		return fmt.Errorf("giving the new file its owner: %w", err)
 	}
 	return nil
 }

@@ -17,6 +17,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -27,18 +28,20 @@ import (
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
-// daemonVariable has the folder of a daemon.
-const daemonVariable = "SLUICE_TRUST_DAEMON"
+const (
+	daemonVariable = "SLUICE_TRUST_DAEMON" // the folder of a daemon
+	procVariable   = "SLUICE_TRUST_PROC"   // the folder of the host's processes
+)
 
-// daemonMain is a daemon with nothing but the plugin. A sandbox is wanted if the folder wanted has a file of its ID, and
-// the runtime stops a container while there is a file stopping. Each line of standard input, "ready ID" or "state ID",
-// gets a line.
+// daemonMain is a daemon with nothing but the plugin. A pod is wanted if the folder wanted has a file of its UID,
+// and the runtime stops a container while there is a file stopping. Each line of standard input, "ready ID" or
+// "state ID", gets a line.
 func daemonMain() error {
 	dir := os.Getenv(daemonVariable)
 	plugin := filepath.Join(dir, "sluice")
 	t, err := trust.New(trust.Config{
 		Socket: filepath.Join(dir, "nri.sock"), CAFile: filepath.Join(dir, "ca/ca.pem"), Dir: filepath.Join(dir, "run"),
-		Hook: plugin, Plugin: plugin,
+		Hook: plugin, Plugin: plugin, Proc: os.Getenv(procVariable),
 		Wanted: func(id string) bool {
 			_, err := os.Stat(filepath.Join(dir, "wanted", id))
 			return err == nil
@@ -115,7 +118,7 @@ func (c *containerd) setCA(ca []byte) {
 // want makes a pod a wanted one.
 func (p *pod) want() *pod {
 	p.c.t.Helper()
-	p.c.must(os.WriteFile(filepath.Join(p.c.dir, "wanted", p.id), nil, 0o600))
+	p.c.must(os.WriteFile(filepath.Join(p.c.dir, "wanted", p.uid()), nil, 0o600))
 	return p
 }
 
@@ -124,7 +127,7 @@ func (c *containerd) newDaemon(prefix ...string) *daemon {
 	c.t.Helper()
 	program, err := os.Executable()
 	c.must(err)
-	args := append(prefix, program)
+	args := slices.Concat(prefix, []string{program})
 	d := &daemon{t: c.t, cmd: exec.Command(args[0], args[1:]...)}
 	d.cmd.Env = append(os.Environ(), stageVariable+"=daemon", daemonVariable+"="+c.dir)
 	log, err := os.CreateTemp(c.dir, "daemon-*.log")
@@ -169,7 +172,7 @@ func (d *daemon) ask(command string) trust.Pod {
 // wantReady waits until a pod is ready, and compares its state.
 func (d *daemon) wantReady(p *pod, state truststore.State) trust.Pod {
 	d.t.Helper()
-	got := d.ask("ready " + p.id)
+	got := d.ask("ready " + p.uid())
 	if got.State != state {
 		d.t.Errorf("got %+v, want the state %s", got, state)
 	}
@@ -192,7 +195,8 @@ func newCA(t testing.TB, name string) []byte {
 	}
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true,
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true,
 	}
 	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
 	if err != nil {

@@ -67,7 +67,7 @@ func newContainerd(t testing.TB) *containerd {
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir, err := os.MkdirTemp(os.Getenv(folderVariable), "c")
+	dir, err := os.MkdirTemp(os.Getenv(folderVariable), "c") //nolint:usetesting // the path of a socket is short
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -75,7 +75,8 @@ func newContainerd(t testing.TB) *containerd {
 	c.must(os.WriteFile(filepath.Join(dir, "config.toml"), fmt.Appendf(nil, containerdConfig, dir), 0o600))
 	c.log, err = os.Create(filepath.Join(dir, "containerd.log"))
 	c.must(err)
-	c.conn, err = grpc.NewClient("unix://"+dir+"/containerd.sock", grpc.WithTransportCredentials(insecure.NewCredentials()))
+	c.conn, err = grpc.NewClient("unix://"+dir+"/containerd.sock",
+		grpc.WithTransportCredentials(insecure.NewCredentials()))
 	c.must(err)
 	c.cri, c.images = cri.NewRuntimeServiceClient(c.conn), cri.NewImageServiceClient(c.conn)
 	c.start()
@@ -117,7 +118,8 @@ func (c *containerd) close() {
 	ctx := context.Background()
 	if pods, err := c.cri.ListPodSandbox(ctx, &cri.ListPodSandboxRequest{}); err == nil {
 		for _, p := range pods.Items {
-			_, _ = c.cri.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: p.Id}) // all ends with the namespaces
+			// Whatever remains ends with the namespaces.
+			_, _ = c.cri.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: p.Id})
 			_, _ = c.cri.RemovePodSandbox(ctx, &cri.RemovePodSandboxRequest{PodSandboxId: p.Id})
 		}
 	}
@@ -139,7 +141,8 @@ func (c *containerd) load(i images.Image, err error) {
 	c.must(err)
 	tar, err := i.Bytes()
 	c.must(err)
-	cmd := exec.Command(c.programs["ctr"], "--address", c.dir+"/containerd.sock", "-n", "k8s.io", "images", "import", "-")
+	cmd := exec.Command(c.programs["ctr"], "--address", c.dir+"/containerd.sock", "-n", "k8s.io",
+		"images", "import", "-")
 	cmd.Stdin = bytes.NewReader(tar)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		c.t.Fatalf("importing an image: %v\n%s", err, out)
@@ -152,6 +155,8 @@ type pod struct {
 	id     string
 	config *cri.PodSandboxConfig
 }
+
+func (p *pod) uid() string { return p.config.Metadata.Uid }
 
 func (c *containerd) newPod(name string) *pod {
 	c.t.Helper()
@@ -248,7 +253,8 @@ func (c *container) pid() int {
 // spec is the config.json that runc gets.
 func (c *container) spec() string {
 	c.pod.c.t.Helper()
-	data, err := os.ReadFile(filepath.Join(c.pod.c.dir, "state/io.containerd.runtime.v2.task/k8s.io", c.id, "config.json"))
+	tasks := filepath.Join(c.pod.c.dir, "state/io.containerd.runtime.v2.task/k8s.io")
+	data, err := os.ReadFile(filepath.Join(tasks, c.id, "config.json"))
 	c.pod.c.must(err)
 	return string(data)
 }

@@ -73,7 +73,7 @@ func TestContainers(t *testing.T) {
 		p := c.newPod(test.name).want()
 		for _, name := range []string{"init", "app"} { // for CRI, an init container is a container that ends
 			container := p.run(name, test.image, test.adjust...)
-			if got := d.ask("state " + p.id); got.State != truststore.Trusted {
+			if got := d.ask("state " + p.uid()); got.State != truststore.Trusted {
 				t.Errorf("%s: got %+v, want trusted", test.name, got)
 			}
 			container.wantCA("$NODE_EXTRA_CA_CERTS")
@@ -157,14 +157,14 @@ func TestAbsentDaemon(t *testing.T) {
 	container := hung.run("app", withStore)
 	t.Logf("created with a daemon that hangs within %s", time.Since(start))
 	d.signal(syscall.SIGCONT)
-	c.eventually("the daemon is back", func() bool { return len(d.ask("state "+hung.id).Containers) == 1 })
+	c.eventually("the daemon is back", func() bool { return len(d.ask("state "+hung.uid()).Containers) == 1 })
 	d.wantReady(hung, truststore.Trusted)
 	container.wantCA(ownBundle)
 
 	c.setCA(newCA(t, "second"))
 	c.eventually("the second CA is trusted", func() bool {
 		return strings.Contains(container.sh("cat "+ownBundle), c.body()) &&
-			d.ask("state "+hung.id).State == truststore.Trusted
+			d.ask("state "+hung.uid()).State == truststore.Trusted
 	})
 	for _, container := range containers {
 		container.wantCA(ownBundle)
@@ -185,7 +185,7 @@ func TestRestartOfTheRuntime(t *testing.T) {
 	before := c.newPod("before").want()
 	before.run("app", withStore)
 	c.stop()
-	during := d.ask("state " + before.id)
+	during := d.ask("state " + before.uid())
 	if during.State != truststore.Trusted {
 		t.Errorf("without the runtime: got %+v, want trusted", during)
 	}
@@ -212,9 +212,9 @@ func TestTwoDaemons(t *testing.T) {
 	check := func(when string) {
 		t.Helper()
 		container := p.run("app", withStore)
-		for text, want := range map[string]int{`"ca-hook"`: 1, `"NODE_EXTRA_CA_CERTS=`: 1, `"destination":"/.sluice-ca"`: 1} {
-			if got := strings.Count(container.spec(), text); got != want {
-				t.Errorf("%s: got %d times %s in config.json, want %d", when, got, text, want)
+		for _, text := range []string{`"ca-hook"`, `"NODE_EXTRA_CA_CERTS=`, `"destination":"/.sluice-ca"`} {
+			if got := strings.Count(container.spec(), text); got != 1 {
+				t.Errorf("%s: got %d times %s in config.json, want one", when, got, text)
 			}
 		}
 		container.wantCA("$SSL_CERT_FILE")
@@ -227,7 +227,7 @@ func TestTwoDaemons(t *testing.T) {
 	check("the first one hangs")
 	first.kill()
 	check("the first one is gone")
-	if got := second.ask("state " + p.id); got.State != truststore.Unknown || len(got.Containers) != 0 {
+	if got := second.ask("state " + p.uid()); got.State != truststore.Unknown || len(got.Containers) != 0 {
 		t.Errorf("without a container: got %+v", got)
 	}
 }
@@ -255,12 +255,12 @@ func TestConnectDuringAStop(t *testing.T) {
 		t.Fatalf("the container was created only after the stop had ended (%v)", err)
 	default:
 	}
-	if got := d.ask("state " + p.id); !strings.Contains(got.Note, "stops a container") {
+	if got := d.ask("state " + p.uid()); !strings.Contains(got.Note, "stops a container") {
 		t.Errorf("got %+v, want the reason for no connection", got)
 	}
 	c.must(<-stopped)
 	c.must(os.Remove(c.dir + "/stopping"))
-	c.eventually("the container is trusted", func() bool { return d.ask("ready "+p.id).State == truststore.Trusted })
+	c.eventually("the container is trusted", func() bool { return d.ask("ready "+p.uid()).State == truststore.Trusted })
 	container.wantCA(ownBundle)
 }
 
