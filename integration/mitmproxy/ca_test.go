@@ -150,7 +150,7 @@ func changeCA(t *testing.T, version, mode string) error {
 		case 1: // with a file that cannot be used in between
 			broken := func() bool { return strings.Contains(s.proxy.Log(), "cannot be used, the CA stays") }
 			err = errors.Join(os.WriteFile(caFile(s), content[:200], 0o600), soon("the file was read", broken),
-				f.flows(), replaceCA(s, content))
+				f.serves(3*workers), replaceCA(s, content))
 		case 2: // written byte by byte, so to say
 			var file *os.File
 			if file, err = os.Create(caFile(s)); err == nil {
@@ -161,7 +161,7 @@ func changeCA(t *testing.T, version, mode string) error {
 				err = errors.Join(err, file.Close())
 			}
 		}
-		errs = errors.Join(errs, err, served(name), f.flows())
+		errs = errors.Join(errs, err, served(name), f.serves(3*workers))
 	}
 	errs = errors.Join(errs, f.end(0))
 	t.Logf("%s, %s: %d connections, %d failed", version, mode, f.served.Load(), len(f.failed))

@@ -123,9 +123,12 @@ func startTrafficOf(newWorker func() func() error) *traffic {
 }
 
 // flows waits until many more requests were served.
-func (f *traffic) flows() error {
+func (f *traffic) flows() error { return f.serves(10 * workers) }
+
+// serves waits until count more requests were served.
+func (f *traffic) serves(count int64) error {
 	before := f.served.Load()
-	return soon("requests are served", func() bool { return f.served.Load() >= before+10*workers })
+	return soon("requests are served", func() bool { return f.served.Load() >= before+count })
 }
 
 // end stops the workers. It returns an error if more than limit requests have failed, or one was refused.

@@ -287,6 +287,14 @@ def test_a_second_instance_takes_over(tmp_path: Path, monkeypatch: pytest.Monkey
     run(reload())
 
 
+def test_an_older_instance_has_kept_less() -> None:
+    older = SimpleNamespace(tasks=set(), current=object())
+    master = SimpleNamespace(sluice=older)
+    first = sluice.Kept.of(master)
+    assert first.tasks is older.tasks and first.current is older.current
+    assert sluice.Kept.of(master).refusals is first.refusals
+
+
 def test_options_keep_their_values_when_their_description_changes() -> None:
     with mitmproxy() as (addon, context):
         context.configure(addon, sluice_socket="/elsewhere", sluice_flows=7)
