@@ -44,6 +44,9 @@ const (
 // TestCA is the story of the cluster's CA: the proxy comes before it, and then no event breaks the trust in it.
 func TestCA(t *testing.T) {
 	step(t, "the proxy waits for the CA, and presents a chain that the published root verifies", caIsLate)
+	step(t, "every container of a captured pod trusts the proxy, and others get nothing", trustedByPods)
+	step(t, "TLS of a pod that is not to trust the CA is passed through", passedPods)
+	step(t, "pods that started without the daemon, or before capture, trust the proxy", repairedPods)
 	step(t, "neither restarts nor uninstallation change the root", caRestarts)
 	step(t, "the root is rotated under load, without an error of trust", caRotation)
 	step(t, "requests of others, and for other nodes, are denied", caRefusals)
@@ -138,9 +141,16 @@ func handshake(ctx context.Context, c *envconf.Config, server string) ([]*x509.C
 	for _, root := range roots {
 		trusted.AddCert(root)
 	}
+	return handshakeFrom(ctx, c, "client", server, trusted)
+}
+
+// handshakeFrom connects to the server from a captured pod, as handshake does, with other roots.
+func handshakeFrom(
+	ctx context.Context, c *envconf.Config, pod, server string, trusted *x509.CertPool,
+) ([]*x509.Certificate, error) {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute)
 	defer cancel()
-	conn, err := tunnel(ctx, c, "client", server, "80")
+	conn, err := tunnel(ctx, c, pod, server, "80")
 	if err != nil {
 		return nil, err
 	}

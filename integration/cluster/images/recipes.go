@@ -44,12 +44,13 @@ func Pause() (Image, error) {
 	})
 }
 
-// Tools builds tools:e2e with busybox and the given static programs.
+// Tools builds tools:e2e with busybox, Debian's trust store and the given static programs.
 func Tools(programs ...string) (Image, error) {
 	t := newTree()
 	if err := t.busybox(); err != nil {
 		return Image{}, err
 	}
+	t.file("/etc/ssl/certs/ca-certificates.crt")
 	t.programs(programs)
 	return newImage("tools:e2e", t, v1.Config{Cmd: []string{"sh"}, Env: []string{searchPath}})
 }

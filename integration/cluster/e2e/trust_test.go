@@ -1,0 +1,132 @@
+package e2e
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/e2e-framework/klient/k8s/resources"
+	"sigs.k8s.io/e2e-framework/pkg/envconf"
+)
+
+// Files and folders in the containers of captured pods.
+const (
+	trustMount = "/.sluice-ca"
+	imageStore = "/etc/ssl/certs/ca-certificates.crt" // of the image tools:e2e
+)
+
+// trustedByPods checks that each container of a captured pod trusts the proxy, and that other pods get nothing.
+func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
+	p := newPod("trusting", namespace, capture, "sleep 86400", "cp "+imageStore+" /init/store")
+	readOnly := true
+	p.Spec.Containers[0].SecurityContext = &corev1.SecurityContext{ReadOnlyRootFilesystem: &readOnly}
+	share := corev1.VolumeMount{Name: "init", MountPath: "/init"}
+	p.Spec.Volumes = append(p.Spec.Volumes, corev1.Volume{Name: share.Name})
+	p.Spec.InitContainers[0].VolumeMounts = append(p.Spec.InitContainers[0].VolumeMounts, share)
+	p.Spec.Containers[0].VolumeMounts = append(p.Spec.Containers[0].VolumeMounts, share)
+	must(t, client(c).Create(ctx, p))
+	must(t, client(c).Create(ctx, newPod("uncaptured", namespace, nil, "sleep 86400", "")))
+	waitForTrust(ctx, t, c, "trusting", "trusted")
+	for _, store := range []string{"/init/store", imageStore, "$SSL_CERT_FILE", "$NODE_EXTRA_CA_CERTS"} {
+		wantTrusted(ctx, t, c, "trusting", store)
+	}
+	waitFor(ctx, t, "the pod without the label runs", func() (bool, error) { return running(ctx, c, "uncaptured"), nil })
+	out, err := inPod(ctx, c, namespace, "uncaptured", "sh", "-c",
+		"ls -d "+trustMount+" 2>/dev/null; env | grep -c CERT; grep -c sluice "+imageStore)
+	if err == nil || strings.TrimSpace(out) != "0\n0" {
+		t.Errorf("the pod without the label: got %q, %v; want no folder, no variable and no CA", out, err)
+	}
+	must(t, client(c).Delete(ctx, newPod("uncaptured", namespace, nil, "", "")))
+}
+
+// repairedPods checks that pods which started without the daemon, or before they were captured, trust the proxy before
+// their connections go on.
+func repairedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
+	must(t, client(c).Create(ctx, newPod("relabelled", namespace, nil, "sleep 86400", "")))
+	waitFor(ctx, t, "the pod without the label runs", func() (bool, error) { return running(ctx, c, "relabelled"), nil })
+	placeDaemonSet(ctx, t, c, system, "sluice", false)
+	waitFor(ctx, t, "the daemon has ended", func() (bool, error) {
+		var pods corev1.PodList
+		daemons := resources.WithLabelSelector("app.kubernetes.io/name=sluice")
+		err := client(c).WithNamespace(system).List(ctx, &pods, daemons)
+		return len(pods.Items) == 0, err
+	})
+	// The store is copied as soon as a connection has not waited any more.
+	must(t, client(c).Create(ctx, newPod("repaired", namespace, capture,
+		"wget -q -O- "+urls(ctx, t, c)[0]+" && cp "+imageStore+" /store; sleep 86400", "")))
+	waitFor(ctx, t, "the pod runs", func() (bool, error) { return running(ctx, c, "repaired"), nil })
+	placeDaemonSet(ctx, t, c, system, "sluice", true)
+	waitForTrust(ctx, t, c, "repaired", "trusted")
+	for _, store := range []string{imageStore, "/store"} {
+		wantTrusted(ctx, t, c, "repaired", store)
+	}
+	label := mergePatch(`{"metadata":{"labels":{"sluice.dev/capture":"true"}}}`)
+	must(t, client(c).Patch(ctx, newPod("relabelled", namespace, nil, "", ""), label))
+	waitForTrust(ctx, t, c, "relabelled", "trusted")
+	wantTrusted(ctx, t, c, "relabelled", imageStore)
+	waitForRollout(ctx, t, c, system, "sluice")
+}
+
+// passedPods checks that TLS of a pod that is not to trust the CA is passed through, and seen.
+func passedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
+	p := newPod("untouched", namespace, capture, "sleep 86400", "")
+	p.Annotations = map[string]string{"sluice.dev/ca": "off"}
+	must(t, client(c).Create(ctx, p))
+	waitFor(ctx, t, "the pod is captured", func() (bool, error) {
+		a, err := attachment(ctx, c, namespace+"/untouched")
+		return a.State == "captured" && running(ctx, c, "untouched"), err
+	})
+	if out, err := inPod(ctx, c, namespace, "untouched", "ls", "-d", trustMount); err == nil {
+		t.Errorf("the container has %s", strings.TrimSpace(out))
+	}
+	// The server does not speak TLS. mitmproxy would answer with a certificate of its own.
+	conn, err := tunnel(ctx, c, "untouched", serverAddress(ctx, t, c), "80")
+	must(t, err)
+	defer conn.Close() //nolint:errcheck // the handshake is all that matters
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	tlsConn := tls.Client(conn, &tls.Config{ServerName: "pass.example.com"})
+	if err := tlsConn.HandshakeContext(ctx); err == nil || !strings.Contains(err.Error(), "does not look like a TLS") {
+		t.Errorf("got %v, want an answer by the server itself", err)
+	}
+	proxy, err := only(ctx, c, proxies, "app=mitmproxy")
+	must(t, err)
+	waitFor(ctx, t, "the proxy logs the connection", func() (bool, error) {
+		return strings.Contains(logs(ctx, t, c, proxies, proxy),
+			"TLS passed through: "+namespace+"/untouched to pass.example.com"), nil
+	})
+}
+
+// waitForTrust waits until a pod has that state of trust.
+func waitForTrust(ctx context.Context, t *testing.T, c *envconf.Config, pod, state string) {
+	t.Helper()
+	var got attached
+	defer func() {
+		if t.Failed() {
+			t.Logf("the last status: %+v", got)
+		}
+	}()
+	waitFor(ctx, t, pod+" is "+state, func() (bool, error) {
+		var err error
+		got, err = attachment(ctx, c, namespace+"/"+pod)
+		return got.Trust == state, err
+	})
+}
+
+// wantTrusted checks that a store in a container verifies the certificate that the proxy presents to the pod.
+func wantTrusted(ctx context.Context, t *testing.T, c *envconf.Config, pod, store string) {
+	t.Helper()
+	text, err := inPod(ctx, c, namespace, pod, "sh", "-c", "cat "+store)
+	must(t, err)
+	roots := x509.NewCertPool()
+	if !roots.AppendCertsFromPEM([]byte(text)) {
+		t.Fatalf("%s of %s has no certificate", store, pod)
+	}
+	if _, err := handshakeFrom(ctx, c, pod, serverAddress(ctx, t, c), roots); err != nil {
+		t.Errorf("%s of %s does not verify the proxy: %v", store, pod, err)
+	}
+}
