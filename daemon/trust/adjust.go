@@ -20,8 +20,8 @@ type variable struct {
 // which is the container's own where it has one.
 //
 // Others are left out on purpose. curl reads SSL_CERT_FILE, pip and botocore read REQUESTS_CA_BUNDLE, so
-// CURL_CA_BUNDLE, PIP_CERT and AWS_CA_BUNDLE would add nothing. GIT_SSL_CAINFO and CARGO_HTTP_CAINFO would override a setting of the
-// user in git's or cargo's configuration.
+// CURL_CA_BUNDLE, PIP_CERT and AWS_CA_BUNDLE would add nothing. GIT_SSL_CAINFO and CARGO_HTTP_CAINFO would override a
+// setting of the user in git's or cargo's configuration.
 var variables = []variable{
 	{name: "NODE_EXTRA_CA_CERTS", path: CAPath},                              // Node.js has roots of its own
 	{name: "DENO_CERT", path: CAPath},                                        // so has Deno

@@ -67,8 +67,8 @@ type Config struct {
 	// Wanted reports whether the containers of a pod are to trust the CA. It must not block.
 	Wanted func(podUID string) bool
 	// Stopping, if it is not nil, reports whether the runtime may be stopping a container now, such as one of a pod
-	// that is being deleted. The connection to the runtime waits meanwhile: from the connection of a plugin until the
-	// stop has ended, containerd creates no container on the node (https://github.com/containerd/containerd/issues/14083).
+	// that is being deleted. The connection to the runtime waits meanwhile: containerd creates no container on the node
+	// from the connection of a plugin until the stop has ended (https://github.com/containerd/containerd/issues/14083).
 	Stopping func() bool
 	// Changed, if it is not nil, is called after the state of a container in a pod may have changed. It must not
 	// block.
