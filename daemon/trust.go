@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -64,9 +65,21 @@ func newPodTrust(
 	var err error
 	t.Trust, err = trust.New(trust.Config{
 		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: filepath.Join(d.conf.StateDir, "trust"),
-		Hook: d.plugin, Plugin: d.plugin, Wanted: t.wanted, Stopping: stopping, Changed: t.noteChange, Log: d.log,
+		Hook: d.plugin, Plugin: d.plugin, Proc: findProc(), Wanted: t.wanted, Stopping: stopping, Changed: t.noteChange,
+		Log: d.log,
 	})
 	return t, err
+}
+
+// hostProc is where the DaemonSet mounts the node's /proc.
+const hostProc = "/host/proc"
+
+// findProc returns the folder of the node's processes.
+func findProc() string {
+	if _, err := os.Stat(filepath.Join(hostProc, "1")); err == nil {
+		return hostProc
+	}
+	return "/proc"
 }
 
 // wanted reports whether the containers of a pod are to be given the CA.

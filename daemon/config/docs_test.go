@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/sluice-cni/sluice/integration/docs/page"
+	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 // TestDocumentedKeys compares the table of keys with the keys that Parse knows.
@@ -47,8 +48,12 @@ func TestDocumentedDefaults(t *testing.T) {
 				t.Errorf("%s is required by the page, but without it the error is %v", key, err)
 			}
 		case row["default"] == "none":
-			zero := Upstream{Protocol: Sockets}
-			if !strings.HasPrefix(key, "upstream.") || !reflect.DeepEqual(without.Upstream, zero) {
+			zero := Config{Upstream: Upstream{Protocol: Sockets}, Trust: attach.Trust{CA: true}}
+			of := map[string][2]any{
+				"upstream": {without.Upstream, zero.Upstream}, "trust": {without.Trust, zero.Trust},
+			}
+			section, _, _ := strings.Cut(key, ".")
+			if got, ok := of[section]; !ok || !reflect.DeepEqual(got[0], got[1]) {
 				t.Errorf("%s has a default", key)
 			}
 		case value == "":

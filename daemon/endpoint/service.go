@@ -50,7 +50,8 @@ func (s *service) serve(at attach.Attachment, g *gate.Gate) error {
 		s.pod = at.Pod.String()
 		s.direct = direct.NewCarrier(&s.joined, s.table.log.With("pod", s.pod))
 		s.acceptor = s.table.accept(Served{
-			Netns: s.id, Pod: at.Pod, IPs: at.IPs, Records: s.records, Accepted: &s.accepted, Joined: &s.joined, Direct: s.direct,
+			Netns: s.id, Pod: at.Pod, IPs: at.IPs, Records: s.records,
+			Accepted: &s.accepted, Joined: &s.joined, Direct: s.direct,
 		})
 	}
 	return s.serveLocked(g)

@@ -74,7 +74,8 @@ type Handout struct {
 // For makes the acceptor of one endpoint. trust returns how the pod's TLS is to be treated now.
 func (h *Hub) For(s endpoint.Served, trust func() attach.PodTrust) *Handout {
 	return &Handout{
-		hub: h, id: s.Netns.String(), pod: s.Pod, ips: s.Addresses, trust: trust, log: h.log.With("pod", s.Pod.String()),
+		hub: h, id: s.Netns.String(), pod: s.Pod, ips: s.Addresses, trust: trust,
+		log: h.log.With("pod", s.Pod.String()),
 	}
 }
 

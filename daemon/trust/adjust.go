@@ -29,9 +29,6 @@ var variables = []variable{
 	{name: "REQUESTS_CA_BUNDLE", path: BundlePath, unless: "CURL_CA_BUNDLE"}, // certifi in a new virtual environment
 }
 
-// hookCommand is the first argument of the hook.
-const hookCommand = "ca-hook"
-
 // hookSeconds is the time after which the runtime ends the hook. The hook itself ends after a second.
 const hookSeconds = 2
 
@@ -39,7 +36,7 @@ const hookSeconds = 2
 // sluiced may have made them, and the runtime does not create a container for which two plugins want the same.
 func (t *Trust) adjustment(c *api.Container) *api.ContainerAdjustment {
 	adjust := &api.ContainerAdjustment{}
-	if t.hookIsThere() && !hasHook(c) {
+	if t.hookFile.isUsable() && !hasHook(c) {
 		adjust.AddHooks(&api.Hooks{CreateContainer: []*api.Hook{t.hook(c.GetId())}})
 	}
 	source := t.files.folder()
@@ -62,12 +59,6 @@ func (t *Trust) adjustment(c *api.Container) *api.ContainerAdjustment {
 		}
 	}
 	return adjust
-}
-
-// hookIsThere reports whether the plugin can be run.
-func (t *Trust) hookIsThere() bool {
-	info, err := os.Stat(t.config.Plugin)
-	return err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0
 }
 
 func (t *Trust) hook(containerID string) *api.Hook {

@@ -134,6 +134,26 @@ func TestOnlyWanted(t *testing.T) {
 	}
 }
 
+// TestOlderPlugin: a plugin that does not know the hook would keep the container from starting. The hook is added as
+// soon as the plugin is replaced.
+func TestOlderPlugin(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "wanted")
+	s.setCA(newCA(t, "proxy"))
+	s.must(os.WriteFile(s.path("plugin"), []byte("#!/bin/sh\necho 'CNI_COMMAND is missing' >&2; exit 1\n"), 0o755))
+	r := s.newRuntime()
+	s.start()
+	r.waitFor(1)
+	create := func() string { return text(r.create(&api.Container{Id: "c1", PodSandboxId: "wanted"})) }
+	if got := create(); strings.Contains(got, "hook ") || !strings.Contains(got, "mount ") {
+		t.Errorf("with an older plugin: got %s, want no hook, and the mount", got)
+	}
+	s.plugin("")
+	if got := create(); !strings.Contains(got, "hook ") {
+		t.Errorf("with the plugin: got %s, want the hook", got)
+	}
+}
+
 // TestTwoDaemons: while one daemon replaces another, each container gets everything once.
 func TestTwoDaemons(t *testing.T) {
 	t.Parallel()

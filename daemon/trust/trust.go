@@ -59,8 +59,8 @@ type Config struct {
 	Dir string
 	// Hook is the path of the plugin binary (plugin/) on the host.
 	Hook string
-	// Plugin is the path of the same file for this process. No hook is added while the file is missing: the runtime
-	// would not start the container.
+	// Plugin is the path of the same file for this process. No hook is added while the file is missing, or does not
+	// know the hook.
 	Plugin string
 	// Proc is the folder of the host's processes; empty: /proc.
 	Proc string
@@ -96,9 +96,10 @@ type Pod struct {
 
 // Trust makes the containers of wanted pods trust the CA.
 type Trust struct {
-	config  Config
-	files   *files
-	repairs chan struct{} // a token for each repair that runs
+	config   Config
+	files    *files
+	hookFile hookFile
+	repairs  chan struct{} // a token for each repair that runs
 
 	settleOnce sync.Once
 	settled    chan struct{} // closed when the containers are known, or are not going to be soon
@@ -135,7 +136,8 @@ func New(config Config) (*Trust, error) {
 	}
 	return &Trust{
 		config: config, files: newFiles(config.CAFile, config.Dir, config.Log),
-		repairs: make(chan struct{}, maxRepairs), settled: make(chan struct{}),
+		hookFile: hookFile{path: config.Plugin},
+		repairs:  make(chan struct{}, maxRepairs), settled: make(chan struct{}),
 		problem: "the container runtime has not been asked yet", containers: make(map[string]*container),
 	}, nil
 }
@@ -145,6 +147,7 @@ func New(config Config) (*Trust, error) {
 func (t *Trust) Run(ctx context.Context) error {
 	defer time.AfterFunc(settleTime, t.settle).Stop()
 	t.updateCA()
+	t.hookFile.isUsable() // the first look takes some milliseconds, for which no container should wait
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { t.followCA(ctx); return nil })
 	group.Go(func() error { t.serveRuntime(ctx); return nil })

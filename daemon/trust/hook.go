@@ -1,0 +1,49 @@
+package trust
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"sync"
+	"time"
+)
+
+// hookCommand is the first argument of the hook.
+const hookCommand = "ca-hook"
+
+// helpTimeout bounds the check of a plugin.
+const helpTimeout = time.Second
+
+// hookFile is the plugin binary as this process sees it.
+type hookFile struct {
+	path string
+
+	mu     sync.Mutex  // guards the fields below
+	looked os.FileInfo // at the last check
+	usable bool
+}
+
+// isUsable reports whether the binary can be run as the hook. The runtime does not start a container whose hook is
+// missing or fails, and an older plugin, which a daemon may find before it has installed its own, does not know the
+// command.
+func (h *hookFile) isUsable() bool {
+	info, err := os.Stat(h.path)
+	if err != nil || !info.Mode().IsRegular() {
+		return false
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.looked == nil || !os.SameFile(h.looked, info) || h.looked.Size() != info.Size() ||
+		!h.looked.ModTime().Equal(info.ModTime()) {
+		h.looked, h.usable = info, h.knowsCommand()
+	}
+	return h.usable
+}
+
+func (h *hookFile) knowsCommand() bool {
+	ctx, cancel := context.WithTimeout(context.Background(), helpTimeout)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, h.path, hookCommand, "--help")
+	cmd.Env = []string{}
+	return cmd.Run() == nil
+}
