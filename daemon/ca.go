@@ -202,8 +202,8 @@ it again before the intermediate ends.`,
 // permitFlag adds the flag that limits roots to DNS zones.
 func permitFlag(c *cobra.Command, zones *[]string) {
 	c.Flags().StringSliceVar(zones, "permit-dns", nil,
-		"comma-separated DNS `zones`: a new root is good for names in them and for nothing else, not for\n"+
-			"addresses either (default: all names)")
+		"comma-separated DNS `zones`: of DNS names, a new root is good for those in them alone\n"+
+			"(default: all names)")
 }
 
 func kubeconfigFlag(c *cobra.Command, path *string) {
