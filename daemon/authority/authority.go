@@ -1,6 +1,6 @@
-// Package authority makes the certificates of a cluster's CA: a root that captured pods trust, and for each node's proxy
-// an intermediate that is valid for some days. It decides when a root gives way to the next one, and which requests for
-// an intermediate are in order. It knows files, and no API server.
+// Package authority makes the certificates of a cluster's CA: a root that captured pods trust, and an intermediate for
+// each node's proxy, which is valid for some days. It decides when a root gives way to the next one, and which requests
+// for an intermediate are in order. It knows files, and no API server.
 package authority
 
 import (
@@ -26,7 +26,7 @@ const (
 	ownName = "sluice root "
 	// maxCommonName is the limit of RFC 5280 in characters. Names of nodes may be longer.
 	maxCommonName = 64
-	// skew is the time by which a certificate is valid before it is made, for nodes whose clock is slow.
+	// skew is the time by which a certificate is valid before it is made, for nodes with a slow clock.
 	skew = time.Hour
 )
 
@@ -37,8 +37,8 @@ type Authority struct {
 	Key   crypto.Signer
 }
 
-// NewRoot makes a root. Of DNS names it can sign for those in the zones alone, unless there are none. Its name is unique: stores
-// of certificates that are found by a hash of the name take one for the other otherwise.
+// NewRoot makes a root. Of DNS names it can sign for those in the zones alone, unless there are no zones. Its name is
+// unique: stores that find certificates by a hash of the name take one for the other otherwise.
 func NewRoot(now time.Time, lifetime time.Duration, zones []string) (Authority, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {

@@ -161,7 +161,7 @@ func TestConstraintsWithoutTheRoots(t *testing.T) {
 	}
 }
 
-// TestKeyIdentifier: the intermediate has the identifier that mitmproxy 10.1 to 11 write into the certificates below it.
+// TestKeyIdentifier: the intermediate has the identifier that mitmproxy 10.1 to 11 write into certificates below it.
 func TestKeyIdentifier(t *testing.T) {
 	t.Parallel()
 	i := issue(t, newRoot(t, epoch, year), "n", epoch, week)
@@ -204,7 +204,8 @@ func TestSubjects(t *testing.T) {
 		t.Errorf("two roots of one day have the name %s", a.Root().Subject)
 	}
 	long := issue(t, a, strings.Repeat("n", 253), epoch, week)
-	if name := long.Chain[0].Subject.CommonName; len(name) != maxCommonName || !strings.HasPrefix(name, "sluice proxy") {
+	name := long.Chain[0].Subject.CommonName
+	if len(name) != maxCommonName || !strings.HasPrefix(name, "sluice proxy") {
 		t.Errorf("the common name is %q, with %d characters", name, len(name))
 	}
 }
@@ -262,7 +263,8 @@ func corporate(t *testing.T, pathlen int) (a, root Authority) {
 		return Authority{chain, key}
 	}
 	root = certify("Example Corp root", -1, nil)
-	return certify("Example Corp inspection", pathlen, &root), root
+	a = certify("Example Corp inspection", pathlen, &root)
+	return a, root
 }
 
 func TestParse(t *testing.T) {

@@ -36,7 +36,8 @@ func TestCA(t *testing.T) {
 			d := n.StartDaemon()
 			var before *x509.Certificate
 			for range 2 {
-				testbed.MustSluiced(t, n, "ca", "issue", "--root", root, "--dir", testbed.Confdir(n), "--node", "node-1")
+				testbed.MustSluiced(t, n,
+					"ca", "issue", "--root", root, "--dir", testbed.Confdir(n), "--node", "node-1")
 				proxy := testbed.LaunchAddon(n, "--set", "ssl_verify_upstream_trusted_ca="+worldCA)
 				d.WaitForProxies(1, 1)
 				m := mitmCase{
