@@ -33,7 +33,7 @@ const (
 
 var conf = Config{
 	Namespace: namespace, Requester: proxy,
-	Times: authority.Times{Root: 30 * 24 * time.Hour, Intermediate: 7 * time.Hour, Overlap: time.Hour},
+	Times: authority.Times{Root: 5 * 24 * time.Hour, Intermediate: 70 * time.Minute, Overlap: 10 * time.Minute},
 }
 
 // cluster is an API server with signers.
