@@ -28,8 +28,8 @@ func caCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "ca",
 		Short: "Make the certificates with which proxies look into TLS",
-		Long: `The CA has one root, which captured pods trust, and an intermediate for the proxy of each node, which is valid
-for some days. A proxy signs the certificates of servers with its intermediate. Its key stays with the proxy.
+		Long: `The CA has one root, which captured pods trust, and an intermediate for the proxy of each node, which is
+valid for some days. A proxy signs the certificates of servers with its intermediate. Its key stays with the proxy.
 
 On Kubernetes, "ca serve" has the root, and "ca request" runs beside each proxy. Elsewhere, "ca root" and
 "ca issue" make the same as files.`,
@@ -44,8 +44,8 @@ func caServeCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "serve",
 		Short: "Serve a cluster's CA",
-		Long: `serve makes the root of the cluster, keeps it in the Secret sluice-ca, and publishes its certificate in the
-ConfigMap sluice-ca. It signs the CertificateSigningRequests of the proxies, each for the node that its token
+		Long: `serve makes the root of the cluster, keeps it in the Secret sluice-ca, and publishes its certificate in
+the ConfigMap sluice-ca. It signs the CertificateSigningRequests of the proxies, each for the node that its token
 names, and denies all others.
 
 It never replaces a Secret that exists. If the Secret is damaged, it ends with an error. When a third of the life
@@ -96,8 +96,8 @@ func caRequestCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "request --dir DIR",
 		Short: "Keep the intermediate of this node's proxy in a folder",
-		Long: `request makes a key in a folder, requests an intermediate for it from the CA of the cluster, and writes both
-in the form of mitmproxy: mitmproxy-ca.pem and mitmproxy-ca-cert.pem. It requests the next one long before that
+		Long: `request makes a key in a folder, requests an intermediate for it from the CA of the cluster, and writes
+both in the form of mitmproxy: mitmproxy-ca.pem and mitmproxy-ca-cert.pem. It requests the next one long before that
 ends. It tries for ever while the API server or the CA is late. An intermediate that is in the folder already is
 used.
 
@@ -133,8 +133,8 @@ func caRootCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "root --dir DIR",
 		Short: "Make a root in a folder",
-		Long: `root makes a root and writes it into a folder: ca.crt, the certificate that clients are to trust, and ca.key, its
-key. It fails if the folder has one: a new root would break every client that trusts the old one.`,
+		Long: `root makes a root and writes it into a folder: ca.crt, the certificate that clients are to trust, and
+ca.key, its key. It fails if the folder has one: a new root would break every client that trusts the old one.`,
 		Example: `  sluiced ca root --dir /etc/sluice/root
   sluiced ca issue --root /etc/sluice/root --dir /var/lib/mitmproxy`,
 		Args: cobra.NoArgs,
@@ -165,8 +165,8 @@ func caIssueCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "issue --root DIR --dir DIR",
 		Short: "Make an intermediate for a proxy, with a root in a folder",
-		Long: `issue makes a key and its intermediate, signed by the root in the folder --root, and writes them into the folder
---dir in the form of mitmproxy: mitmproxy-ca.pem and mitmproxy-ca-cert.pem. It replaces those that are there. Run
+		Long: `issue makes a key and its intermediate, signed by the root in the folder --root, and writes them into the
+folder --dir in the form of mitmproxy: mitmproxy-ca.pem and mitmproxy-ca-cert.pem. It replaces those that are there. Run
 it again before the intermediate ends.`,
 		Example: `  sluiced ca issue --root /etc/sluice/root --dir /var/lib/mitmproxy --lifetime 720h`,
 		Args:    cobra.NoArgs,
@@ -202,8 +202,8 @@ it again before the intermediate ends.`,
 // permitFlag adds the flag that limits roots to DNS zones.
 func permitFlag(c *cobra.Command, zones *[]string) {
 	c.Flags().StringSliceVar(zones, "permit-dns", nil,
-		"comma-separated DNS `zones`: a new root is good for names in them and for nothing else, not for\n"+
-			"addresses either (default: all names)")
+		"comma-separated DNS `zones`: of DNS names, a new root is good for those in them alone\n"+
+			"(default: all names)")
 }
 
 func kubeconfigFlag(c *cobra.Command, path *string) {

@@ -1,6 +1,6 @@
-// Package authority makes the certificates of a cluster's CA: a root that captured pods trust, and for each node's proxy
-// an intermediate that is valid for some days. It decides when a root gives way to the next one, and which requests for
-// an intermediate are in order. It knows files, and no API server.
+// Package authority makes the certificates of a cluster's CA: a root that captured pods trust, and an intermediate for
+// each node's proxy, which is valid for some days. It decides when a root gives way to the next one, and which requests
+// for an intermediate are in order. It knows files, and no API server.
 package authority
 
 import (
@@ -8,14 +8,15 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/sha1" //nolint:gosec // for identifiers of keys
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/asn1"
 	"encoding/hex"
 	"encoding/pem"
 	"errors"
 	"fmt"
-	"net"
 	"strings"
 	"time"
 )
@@ -25,7 +26,7 @@ const (
 	ownName = "sluice root "
 	// maxCommonName is the limit of RFC 5280 in characters. Names of nodes may be longer.
 	maxCommonName = 64
-	// skew is the time by which a certificate is valid before it is made, for nodes whose clock is slow.
+	// skew is the time by which a certificate is valid before it is made, for nodes with a slow clock.
 	skew = time.Hour
 )
 
@@ -36,8 +37,8 @@ type Authority struct {
 	Key   crypto.Signer
 }
 
-// NewRoot makes a root. It can sign for names in the DNS zones alone, unless there are none. Its name is unique: stores
-// of certificates that are found by a hash of the name take one for the other otherwise.
+// NewRoot makes a root. Of DNS names it can sign for those in the zones alone, unless there are no zones. Its name is
+// unique: stores that find certificates by a hash of the name take one for the other otherwise.
 func NewRoot(now time.Time, lifetime time.Duration, zones []string) (Authority, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -53,10 +54,7 @@ func NewRoot(now time.Time, lifetime time.Duration, zones []string) (Authority, 
 	if len(zones) > 0 {
 		template.PermittedDNSDomainsCritical = true
 		template.PermittedDNSDomains = zones
-		// Without this, a permitted DNS name says nothing about addresses.
-		template.ExcludedIPRanges = []*net.IPNet{
-			{IP: net.IPv4zero.To4(), Mask: net.CIDRMask(0, 32)}, {IP: net.IPv6zero, Mask: net.CIDRMask(0, 128)},
-		}
+		// Addresses are not excluded: mitmproxy puts that of the server into each certificate, beside its names.
 	}
 	certificate, err := sign(template, template, key.Public(), key)
 	if err != nil {
@@ -109,6 +107,10 @@ func (a Authority) Issue(
 	template := template(name, now, lifetime)
 	template.MaxPathLenZero = true
 	template.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
+	var err error
+	if template.SubjectKeyId, err = keyID(public); err != nil {
+		return nil, fmt.Errorf("identifying the key of node %s: %w", node, err)
+	}
 	for _, c := range a.Chain {
 		if c.NotAfter.Before(template.NotAfter) {
 			template.NotAfter = c.NotAfter
@@ -126,6 +128,24 @@ func (a Authority) Issue(
 		return nil, fmt.Errorf("signing the intermediate of node %s: %w", node, err)
 	}
 	return append([]*x509.Certificate{certificate}, a.Chain...), nil
+}
+
+// keyID returns the identifier of a key as method 1 of RFC 5280 has it. mitmproxy 10.1 to 11 assume it in the
+// certificates that they sign. With another one, such as Go's, OpenSSL does not find the intermediate and sends none.
+func keyID(public crypto.PublicKey) ([]byte, error) {
+	der, err := x509.MarshalPKIXPublicKey(public)
+	if err != nil {
+		return nil, err
+	}
+	var info struct {
+		Algorithm pkix.AlgorithmIdentifier
+		Key       asn1.BitString
+	}
+	if _, err := asn1.Unmarshal(der, &info); err != nil {
+		return nil, err
+	}
+	id := sha1.Sum(info.Key.Bytes) //nolint:gosec // an identifier, and no proof
+	return id[:], nil
 }
 
 // usable returns an error if a certificate of the chain is not valid at that time.

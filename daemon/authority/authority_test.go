@@ -1,8 +1,11 @@
 package authority
 
 import (
+	"bytes"
+	"crypto/ecdsa"
 	"crypto/rand"
 	"crypto/rsa"
+	"crypto/sha1"
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
@@ -133,8 +136,7 @@ func TestChain(t *testing.T) {
 		{"a name outside of them", zoned, []string{"www.example.net"}, epoch, false},
 		{"one of two names outside", zoned, []string{"example.com", "www.example.net"}, epoch, false},
 		{"a name that ends in the same way", zoned, []string{"notexample.com"}, epoch, false},
-		{"an IPv4 address", zoned, []string{"192.0.2.1"}, epoch, false},
-		{"an IPv6 address", zoned, []string{"2001:db8::1"}, epoch, false},
+		{"a name in a zone, and an address", zoned, []string{"example.com", "192.0.2.1"}, epoch, true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -154,10 +156,25 @@ func TestChain(t *testing.T) {
 func TestConstraintsWithoutTheRoots(t *testing.T) {
 	t.Parallel()
 	i := issue(t, newRoot(t, epoch, year, "example.com"), "n", epoch, week).Chain[0]
-	if len(i.PermittedDNSDomains) != 1 || i.PermittedDNSDomains[0] != "example.com" ||
-		len(i.ExcludedIPRanges) != 2 || !i.PermittedDNSDomainsCritical {
-		t.Errorf("the intermediate permits %q, excludes %v, critical %t",
-			i.PermittedDNSDomains, i.ExcludedIPRanges, i.PermittedDNSDomainsCritical)
+	if len(i.PermittedDNSDomains) != 1 || i.PermittedDNSDomains[0] != "example.com" || !i.PermittedDNSDomainsCritical {
+		t.Errorf("the intermediate permits %q, critical %t", i.PermittedDNSDomains, i.PermittedDNSDomainsCritical)
+	}
+}
+
+// TestKeyIdentifier: the intermediate has the identifier that mitmproxy 10.1 to 11 write into certificates below it.
+func TestKeyIdentifier(t *testing.T) {
+	t.Parallel()
+	i := issue(t, newRoot(t, epoch, year), "n", epoch, week)
+	public, ok := i.Key.Public().(*ecdsa.PublicKey)
+	if !ok {
+		t.Fatalf("the key is a %T", i.Key)
+	}
+	point, err := public.Bytes()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := sha1.Sum(point); !bytes.Equal(i.Chain[0].SubjectKeyId, want[:]) {
+		t.Errorf("got %x, want %x", i.Chain[0].SubjectKeyId, want)
 	}
 }
 
@@ -187,7 +204,8 @@ func TestSubjects(t *testing.T) {
 		t.Errorf("two roots of one day have the name %s", a.Root().Subject)
 	}
 	long := issue(t, a, strings.Repeat("n", 253), epoch, week)
-	if name := long.Chain[0].Subject.CommonName; len(name) != maxCommonName || !strings.HasPrefix(name, "sluice proxy") {
+	name := long.Chain[0].Subject.CommonName
+	if len(name) != maxCommonName || !strings.HasPrefix(name, "sluice proxy") {
 		t.Errorf("the common name is %q, with %d characters", name, len(name))
 	}
 }
@@ -245,7 +263,8 @@ func corporate(t *testing.T, pathlen int) (a, root Authority) {
 		return Authority{chain, key}
 	}
 	root = certify("Example Corp root", -1, nil)
-	return certify("Example Corp inspection", pathlen, &root), root
+	a = certify("Example Corp inspection", pathlen, &root)
+	return a, root
 }
 
 func TestParse(t *testing.T) {

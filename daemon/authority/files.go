@@ -21,7 +21,7 @@ const (
 	rootKey         = "ca.key"
 )
 
-// WriteMitmproxy writes the files from which mitmproxy reads its CA into dir. A reader sees the old file or the new one.
+// WriteMitmproxy writes the files from which mitmproxy reads its CA into dir. A reader sees an old file or a new one.
 func (a Authority) WriteMitmproxy(dir string) error {
 	key, err := EncodeKey(a.Key)
 	if err != nil {

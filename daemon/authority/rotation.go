@@ -4,6 +4,7 @@ import (
 	"crypto/x509"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -47,8 +48,8 @@ func (t Times) Check() error {
 	return nil
 }
 
-// Start returns the state with a new root. The certificates in published were published before, by an authority whose
-// key is lost; proxies have intermediates below them.
+// Start returns the state with a new root. The certificates in published were published before, and their keys are
+// lost. Proxies may have intermediates below them.
 func Start(signing Authority, published []*x509.Certificate, now time.Time, t Times) Rotation {
 	r := Rotation{Signing: signing}
 	r.retire(published, now, t)
@@ -115,16 +116,17 @@ func (r Rotation) Advance(now time.Time, t Times, asked bool, makeRoot func() (A
 
 // String describes the state in one line, for logs.
 func (r Rotation) String() string {
-	text := fmt.Sprintf("%q signs", r.Signing.Chain[0].Subject.CommonName)
+	parts := []string{fmt.Sprintf("%q signs", r.Signing.Chain[0].Subject.CommonName)}
 	if r.Next != nil {
-		from := "from a time after its publication"
+		from := "a time after its publication"
 		if !r.NextSigns.IsZero() {
-			from = "from " + r.NextSigns.UTC().Format(time.RFC3339)
+			from = r.NextSigns.UTC().Format(time.RFC3339)
 		}
-		text += fmt.Sprintf("; %q will, %s on", r.Next.Chain[0].Subject.CommonName, from)
+		parts = append(parts, fmt.Sprintf("%q will, from %s on", r.Next.Chain[0].Subject.CommonName, from))
 	}
 	for _, old := range r.Old {
-		text += fmt.Sprintf("; %q is trusted until %s", old.Subject.CommonName, r.OldUntil.UTC().Format(time.RFC3339))
+		until := r.OldUntil.UTC().Format(time.RFC3339)
+		parts = append(parts, fmt.Sprintf("%q is trusted until %s", old.Subject.CommonName, until))
 	}
-	return text
+	return strings.Join(parts, "; ")
 }

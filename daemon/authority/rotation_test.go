@@ -151,7 +151,8 @@ func TestRandomRotations(t *testing.T) {
 	now := epoch
 	first := newRoot(t, now, times.Root)
 	r := Start(first, nil, now, times)
-	trusted := map[string]time.Time{string(first.Root().Raw): now.Add(-times.Overlap)} // nothing trusts the first before
+	// The first root signs at once: there is no other that pods trust.
+	trusted := map[string]time.Time{string(first.Root().Raw): now.Add(-times.Overlap)}
 	type intermediate struct {
 		root  *x509.Certificate
 		until time.Time

@@ -33,7 +33,7 @@ const (
 
 var conf = Config{
 	Namespace: namespace, Requester: proxy,
-	Times: authority.Times{Root: 30 * 24 * time.Hour, Intermediate: 7 * time.Hour, Overlap: time.Hour},
+	Times: authority.Times{Root: 5 * 24 * time.Hour, Intermediate: 70 * time.Minute, Overlap: 10 * time.Minute},
 }
 
 // cluster is an API server with signers.
@@ -166,7 +166,7 @@ func TestFirstStart(t *testing.T) {
 				t.Errorf("%d roots are published, want one", len(roots))
 			}
 			a := c.intermediate("r1", "node-1")
-			if got, want := a.Until().Sub(time.Now()), conf.Times.Intermediate; got > want || got < want-time.Minute {
+			if got, want := time.Until(a.Until()), conf.Times.Intermediate; got > want || got < want-time.Minute {
 				t.Errorf("the intermediate is valid for %s, want %s", got, want)
 			}
 			r, err := c.CertificatesV1().CertificateSigningRequests().Get(t.Context(), "r1", metav1.GetOptions{})
@@ -357,7 +357,8 @@ func (c *cluster) conflicts() {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		if want := string(rune('a' + version)); version > 0 && s.ResourceVersion != want {
-			return true, nil, apierrors.NewConflict(schema.GroupResource{Resource: "secrets"}, object, errors.New("old"))
+			secrets := schema.GroupResource{Resource: "secrets"}
+			return true, nil, apierrors.NewConflict(secrets, object, errors.New("old"))
 		}
 		version++
 		s.ResourceVersion = string(rune('a' + version))
