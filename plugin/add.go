@@ -75,11 +75,17 @@ func add(ctx context.Context, conf *netconf.Conf, at attach.Attachment) error {
 	}
 	a := addition{conf: conf, store: attach.NewStore(conf.StateDir), daemon: attach.NewClient(conf.AgentSocket)}
 	a.record = attach.Record{Attachment: at, NetnsID: netns}
-	if err := a.findPrevious(); err != nil {
+	optedIn, known := conf.OptedIn()
+	optedOut := known && !optedIn
+	if err := a.findPrevious(); err != nil && !optedOut {
 		return err
 	}
 	if err := a.clearRemains(ctx); err != nil {
 		return fmt.Errorf("attaching %s: removing the rules of an unfinished ADD: %w", at, err)
+	}
+	if optedOut && a.previous == nil {
+		a.pass()
+		return nil
 	}
 	decision, err := a.askDaemon(ctx)
 	if err != nil {
@@ -148,6 +154,15 @@ func (a *addition) clearRemains(ctx context.Context) error {
 		return nil
 	}
 	return ruleset.Purge(ctx, a.record.Netns)
+}
+
+// pass records that a pod which did not opt in passes. It needs neither the daemon nor the disk: without the record the
+// daemon still finds the pod if it gets the label later.
+func (a *addition) pass() {
+	a.record.State = attach.Passed
+	if err := a.store.Write(a.record); err != nil {
+		logf("attaching %s: it passes without a record: %s", a.record.Attachment, err)
+	}
 }
 
 // askDaemon gets the decision, and sets the record's state by it. If the daemon is down it is unknown whether

@@ -17,6 +17,10 @@ import (
 // other programs.
 const AnnotationPrefix = "sluice.dev/"
 
+// OptInAnnotation says whether a pod opted in when it was created, "true" or "false". The admission policy of the chart
+// writes it over any value that the pod has.
+const OptInAnnotation = AnnotationPrefix + "opt-in"
+
 // ID names an attachment by the CNI spec's key: CNI_CONTAINERID and CNI_IFNAME.
 type ID struct {
 	ContainerID string `json:"containerID"`

@@ -34,6 +34,12 @@ const (
 	Fail = "fail" // ADD fails with error 11, try again later
 )
 
+// Values of the key `optIn`: the party that says whether a new pod opted in.
+const (
+	OptInDaemon     = "daemon"     // the daemon, by the labels of the pod and its namespace
+	OptInAnnotation = "annotation" // attach.OptInAnnotation, and the daemon for a pod without it
+)
+
 // Conf is the network configuration that the runtime passes to one call of the plugin.
 type Conf struct {
 	types.PluginConf
@@ -48,6 +54,8 @@ type Conf struct {
 	ExcludeNamespaces []string `json:"excludeNamespaces"`
 	// OnDaemonDown is Hold or Fail.
 	OnDaemonDown string `json:"onDaemonDown"`
+	// OptIn is OptInDaemon or OptInAnnotation.
+	OptIn string `json:"optIn"`
 	// Backend is ruleset.BackendAuto, BackendIPTables or BackendNFTables.
 	Backend string `json:"backend"`
 	// StatusNeedsUpstream makes STATUS fail while the upstream is late, so that the node takes no pods.
@@ -63,7 +71,7 @@ type Conf struct {
 
 // ownKeys are the keys of sluice's entry.
 var ownKeys = []string{
-	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "backend",
+	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "optIn", "backend",
 	"statusNeedsUpstream",
 }
 
@@ -134,6 +142,7 @@ func parseObject(stdin []byte) (*Conf, error) {
 		StateDir:          attach.DefaultStateDir,
 		ExcludeNamespaces: []string{"kube-system", "sluice-system"},
 		OnDaemonDown:      Hold,
+		OptIn:             OptInDaemon,
 		Backend:           ruleset.BackendAuto,
 	}
 	dec := json.NewDecoder(bytes.NewReader(stdin))
@@ -196,6 +205,7 @@ func (c *Conf) Validate() error {
 		allowed    []string
 	}{
 		{"onDaemonDown", c.OnDaemonDown, []string{Hold, Fail}},
+		{"optIn", c.OptIn, []string{OptInDaemon, OptInAnnotation}},
 		{"backend", c.Backend, []string{ruleset.BackendAuto, ruleset.BackendIPTables, ruleset.BackendNFTables}},
 	} {
 		if !slices.Contains(choice.allowed, choice.value) {
@@ -257,6 +267,16 @@ func (c *Conf) Annotations() map[string]string {
 			!slices.ContainsFunc(attach.Sidecars, func(s attach.Sidecar) bool { return s.Annotation == k })
 	})
 	return wanted
+}
+
+// OptedIn returns the value of attach.OptInAnnotation, if the entry says that an admission policy writes it and the pod
+// has it.
+func (c *Conf) OptedIn() (in, known bool) {
+	value, ok := c.RuntimeConfig.PodAnnotations[attach.OptInAnnotation]
+	if c.OptIn != OptInAnnotation || !ok {
+		return false, false
+	}
+	return value != "false", true // the daemon judges any other value
 }
 
 // ParseArgs reads the pod's namespace, name and UID from CNI_ARGS; each may be missing.
