@@ -89,6 +89,13 @@ func Wanted(facts Facts) bool {
 	return capture && err == nil
 }
 
+// Asks reports whether labels ask for capture. A value that is neither true nor false counts, since the pod it is on
+// must not pass by mistake.
+func Asks(labels map[string]string) bool {
+	value, labelled := labels[Label]
+	return labelled && value != "false"
+}
+
 func wanted(facts Facts) (capture bool, reason string, err error) {
 	for _, object := range []struct {
 		kind   string

@@ -154,6 +154,9 @@ type Record struct {
 	Trust Trust `json:"trust"`
 	// Installed is nil if no ruleset was installed, or none to its end.
 	Installed *ruleset.Installed `json:"installed,omitempty"`
+	// Uncaptured is how many packets of a captured pod left around the upstream before, because its provisional capture
+	// had expired.
+	Uncaptured uint64 `json:"uncaptured,omitempty"`
 }
 
 // Late is the policy for an attachment's connections while the upstream is late.

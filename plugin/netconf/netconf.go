@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/containernetworking/cni/pkg/types"
 	current "github.com/containernetworking/cni/pkg/types/100"
@@ -56,6 +57,9 @@ type Conf struct {
 	OnDaemonDown string `json:"onDaemonDown"`
 	// OptIn is OptInDaemon or OptInAnnotation.
 	OptIn string `json:"optIn"`
+	// ProvisionalFor is a duration: how long the plugin holds the TCP of a pod with unknown labels if nothing in its
+	// namespace is known to have opted in. "0s" is no limit.
+	ProvisionalFor string `json:"provisionalFor"`
 	// Backend is ruleset.BackendAuto, BackendIPTables or BackendNFTables.
 	Backend string `json:"backend"`
 	// StatusNeedsUpstream makes STATUS fail while the upstream is late, so that the node takes no pods.
@@ -71,8 +75,8 @@ type Conf struct {
 
 // ownKeys are the keys of sluice's entry.
 var ownKeys = []string{
-	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "optIn", "backend",
-	"statusNeedsUpstream",
+	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "optIn", "provisionalFor",
+	"backend", "statusNeedsUpstream",
 }
 
 // specKeys are the keys that the CNI spec defines for every plugin. It also reserves every key under cni.dev/.
@@ -143,6 +147,7 @@ func parseObject(stdin []byte) (*Conf, error) {
 		ExcludeNamespaces: []string{"kube-system", "sluice-system"},
 		OnDaemonDown:      Hold,
 		OptIn:             OptInDaemon,
+		ProvisionalFor:    "2m",
 		Backend:           ruleset.BackendAuto,
 	}
 	dec := json.NewDecoder(bytes.NewReader(stdin))
@@ -212,6 +217,9 @@ func (c *Conf) Validate() error {
 			return fmt.Errorf("%s: %q is not one of %s", choice.key, choice.value, strings.Join(choice.allowed, ", "))
 		}
 	}
+	if d, err := time.ParseDuration(c.ProvisionalFor); err != nil || d < 0 {
+		return fmt.Errorf("provisionalFor: %q is not a duration such as 90s or 10m", c.ProvisionalFor)
+	}
 	for _, l := range []struct {
 		key   string
 		names []string
@@ -267,6 +275,12 @@ func (c *Conf) Annotations() map[string]string {
 			!slices.ContainsFunc(attach.Sidecars, func(s attach.Sidecar) bool { return s.Annotation == k })
 	})
 	return wanted
+}
+
+// HoldAtMost returns ProvisionalFor, of a valid Conf.
+func (c *Conf) HoldAtMost() time.Duration {
+	d, _ := time.ParseDuration(c.ProvisionalFor)
+	return d
 }
 
 // OptedIn returns the value of attach.OptInAnnotation, if the entry says that an admission policy writes it and the pod
