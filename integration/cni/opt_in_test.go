@@ -1,7 +1,9 @@
 package cni
 
 import (
+	"os"
 	"testing"
+	"time"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -105,5 +107,85 @@ func TestOptedOutPodIsCapturedLater(t *testing.T) {
 			}
 			testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
 		})
+	}
+}
+
+// TestLimitOfAHold: a pod with unknown labels is held for provisionalFor, unless something says that it may have opted
+// in. The daemon is down.
+func TestLimitOfAHold(t *testing.T) {
+	t.Parallel()
+	const limit = 90 * time.Second
+	list := func(namespaces ...string) func(*testing.T, *testbed.Node) {
+		return func(t *testing.T, n *testbed.Node) {
+			err := attach.NewOptedInFile(n.StateDir()).Write(attach.OptedIn{AsOf: time.Now(), Namespaces: namespaces})
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	damaged := func(t *testing.T, n *testbed.Node) {
+		list()(t, n)
+		if err := os.WriteFile(string(attach.NewOptedInFile(n.StateDir())), []byte(`{"namespaces":[]}`), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, tc := range []struct {
+		name       string
+		list       func(*testing.T, *testbed.Node)
+		limit      string
+		annotation string
+		want       time.Duration
+	}{
+		{"no namespace has opted in", list(), "90s", "", limit},
+		{"another namespace has opted in", list("ci"), "90s", "", limit},
+		{"its namespace has opted in", list("ci", "default"), "90s", "", 0},
+		{"the policy says that the pod has opted in", list(), "90s", "true", 0},
+		{"without a limit", list(), "0s", "", 0},
+		{"without a list", func(*testing.T, *testbed.Node) {}, "90s", "", 0},
+		{"with a damaged list", damaged, "90s", "", 0},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.New(t)
+			tc.list(t, n)
+			n.Plugin["provisionalFor"], n.Plugin["optIn"] = tc.limit, "annotation"
+			pod := n.NewPod("early")
+			if tc.annotation != "" {
+				n.Annotated(map[string]string{attach.OptInAnnotation: tc.annotation})(pod)
+			}
+			if err := pod.Add(); err != nil {
+				t.Fatal(testbed.Describe(err))
+			}
+			records := n.Records()
+			if len(records) != 1 || records[0].State != attach.Provisional {
+				t.Fatalf("recorded: %s; want it provisional", testbed.JSON(records))
+			}
+			in := records[0].Installed
+			if in.Ruleset.ExpiresAfter != tc.want || in.Expires.IsZero() != (tc.want == 0) {
+				t.Errorf("installed: %s; want that it expires after %s", testbed.JSON(in), tc.want)
+			}
+			if err := pod.Del(); err != nil {
+				t.Errorf("DEL: %s", testbed.Describe(err))
+			}
+			testbed.WantNoTraces(t, n, pod.Host)
+		})
+	}
+}
+
+// TestSecondAddDoesNotHoldLonger: a runtime may call ADD again.
+func TestSecondAddDoesNotHoldLonger(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	err := attach.NewOptedInFile(n.StateDir()).Write(attach.OptedIn{AsOf: time.Now(), Namespaces: []string{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.Plugin["provisionalFor"] = "1h"
+	pod := n.AddPod("early")
+	before := n.Records()
+	callFor(n, pod).must(t, "ADD")
+	after := n.Records()
+	if len(before) != 1 || len(after) != 1 || !after[0].Installed.Expires.Equal(before[0].Installed.Expires) {
+		t.Errorf("recorded: %s; want the time of the first ADD: %s", testbed.JSON(after), testbed.JSON(before))
 	}
 }
