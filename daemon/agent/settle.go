@@ -112,7 +112,8 @@ func (s *settler) change(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	e.Add(r)
 	s.events.changed(r.Pod, previous, d)
 	if previous == attach.Provisional && r.Uncaptured > 0 {
-		s.log.Warn("a pod that opted in was not captured at first", "attachment", r.String(), "count", r.Uncaptured)
+		s.log.Warn("a pod that opted in was not captured at first", "attachment", r.String(),
+			"packets", r.Uncaptured)
 		s.orchestrator.Report(r.Pod, true, reasonCapturedLate, fmt.Sprintf(
 			"%d packets of the pod left around the proxy before it was captured: its labels were not known for longer "+
 				"than provisionalFor, and nothing in its namespace had been seen to opt in; connections that were "+
