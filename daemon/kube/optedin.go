@@ -14,7 +14,8 @@ import (
 // renewInterval is the time after which an unchanged list of namespaces is written again, for its time.
 const renewInterval = time.Minute
 
-// KeepOptedIn keeps the list of the namespaces that have opted in for the plugin, until ctx ends. It always returns nil.
+// KeepOptedIn keeps the list of the namespaces that have opted in, for the plugin, until ctx ends. It always returns
+// nil.
 func (n *Node) KeepOptedIn(ctx context.Context, file attach.OptedInFile) error {
 	renew := time.NewTicker(renewInterval)
 	defer renew.Stop()

@@ -83,7 +83,9 @@ func TestOptedInBeforeTheFirstList(t *testing.T) {
 	n.relabeled <- struct{}{}
 	testbed.Eventually(t, "the change is looked at", func() bool { return len(n.relabeled) == 0 })
 	cancel()
-	<-done
+	if err := <-done; err != nil {
+		t.Errorf("KeepOptedIn: %v", err)
+	}
 	after, err := os.Stat(string(file))
 	if err != nil || !os.SameFile(before, after) {
 		t.Errorf("the list was written: %v", err)

@@ -59,7 +59,7 @@ func TestHoldExpires(t *testing.T) {
 			for _, address := range webAddresses {
 				wantWay(t, pod, address, captured)
 			}
-			testbed.WantEcho(t, older, "later") // around the proxy, as other connections that are older than the capture
+			testbed.WantEcho(t, older, "later") // around the proxy, as any connection that is older than the capture
 			if notes := strings.Join(d.Of(pod).Notes, "\n"); !strings.Contains(notes, "captured late") {
 				t.Errorf("the status has the notes %q; want that packets left before", notes)
 			}

@@ -125,7 +125,8 @@ func TestLimitOfAHold(t *testing.T) {
 	}
 	damaged := func(t *testing.T, n *testbed.Node) {
 		list()(t, n)
-		if err := os.WriteFile(string(attach.NewOptedInFile(n.StateDir())), []byte(`{"namespaces":[]}`), 0o600); err != nil {
+		file := string(attach.NewOptedInFile(n.StateDir()))
+		if err := os.WriteFile(file, []byte(`{"namespaces":[]}`), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}

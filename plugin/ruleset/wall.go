@@ -187,7 +187,7 @@ func (r Ruleset) captureWall() chain {
 	}
 	last := rule{match{}, jump(chainStop), "captured, and not redirected: it would bypass the proxy"}
 	if r.ExpiresAfter > 0 {
-		last = rule{match{}, targetDrop, "held until it is known whether the pod opted in: the client sends the SYN again"}
+		last = rule{match{}, targetDrop, "held until the pod's labels are known: the client sends the SYN again"}
 	}
 	c.rules = append(c.rules, last)
 	return c

@@ -21,6 +21,8 @@ const (
 	firstOptsIn    = "opt-in-first" // for one pod, while the daemon is down
 )
 
+var optInNamespaces = []string{nothingOptedIn, podOptedIn, nsOptedIn, firstOptsIn}
+
 // optInPod is a pod whose only request goes to the server, and the outcome for it.
 type optInPod struct {
 	name, namespace string
@@ -64,7 +66,7 @@ func TestOptIn(t *testing.T) {
 		ctx context.Context, t *testing.T, c *envconf.Config,
 	) {
 		must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
-		for _, ns := range []string{nothingOptedIn, podOptedIn, nsOptedIn, firstOptsIn} {
+		for _, ns := range optInNamespaces {
 			o := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: ns}}
 			if ns == nsOptedIn {
 				o.Labels = capture
@@ -111,10 +113,19 @@ func TestOptIn(t *testing.T) {
 			})
 		}
 	}
-	step(t, "sluice is as before", func(ctx context.Context, t *testing.T, c *envconf.Config) {
-		for _, ns := range []string{nothingOptedIn, podOptedIn, nsOptedIn, firstOptsIn} {
+	step(t, "the namespaces are deleted, and are no longer on the node's list", func(
+		ctx context.Context, t *testing.T, c *envconf.Config,
+	) {
+		for _, ns := range optInNamespaces {
+			must(t, client(c).Delete(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: ns}}))
+		}
+		for _, ns := range optInNamespaces {
 			must(t, deleteNamespace(ctx, c, ns))
 		}
+		waitFor(ctx, t, "the daemon has written the list again", func() (bool, error) {
+			text, err := node(ctx, "cat /run/sluice/opted-in.json")
+			return !strings.Contains(text, "opt-in-"), err
+		})
 	})
 }
 
