@@ -77,7 +77,8 @@ func TestOptIn(t *testing.T) {
 	run := 0
 	for _, mode := range []struct {
 		policy string
-		want   map[string][]optInPod // by the state: the pods whose request is answered in it; the others wait until it ends
+		// want are, by the state, the pods whose request is answered in it. The others wait until it ends.
+		want map[string][]optInPod
 	}{
 		{
 			"v1beta1",
@@ -216,7 +217,8 @@ func startPods(
 	})
 	if slices.Contains(pods, firstPod) {
 		waitFor(ctx, t, "an event says that the pod was captured late", func() (bool, error) {
-			return hasEventIn(ctx, c, firstPod.namespace, firstPod.object(run, "", dir).Name, "SluiceCapturedLate", "packets")
+			name := firstPod.object(run, "", dir).Name
+			return hasEventIn(ctx, c, firstPod.namespace, name, "SluiceCapturedLate", "packets of the pod left")
 		})
 	}
 	for _, p := range pods {
@@ -224,7 +226,8 @@ func startPods(
 	}
 }
 
-// object is the pod of a run of startPods. It writes into the folder dir of the node that it runs, and the answer to its request.
+// object is the pod of a run of startPods. It writes into the folder dir of the node that it runs, and the answer to its
+// request.
 func (p optInPod) object(run int, url, dir string) *corev1.Pod {
 	script := fmt.Sprintf(`cd /shared && echo yes > %[1]s.started && wget -q -O- %[2]s > %[1]s.new &&
 		mv %[1]s.new %[1]s.answer && sleep 86400`, p.name, url)
