@@ -226,8 +226,8 @@ func startPods(
 	}
 }
 
-// object is the pod of a run of startPods. It writes into the folder dir of the node that it runs, and the answer to its
-// request.
+// object is the pod of a run of startPods. In the folder dir of the node it leaves a sign that it runs, and the answer
+// to its request.
 func (p optInPod) object(run int, url, dir string) *corev1.Pod {
 	script := fmt.Sprintf(`cd /shared && echo yes > %[1]s.started && wget -q -O- %[2]s > %[1]s.new &&
 		mv %[1]s.new %[1]s.answer && sleep 86400`, p.name, url)
