@@ -23,6 +23,8 @@ type entry struct {
 	IncludeNamespaces []string        `json:"includeNamespaces"`
 	ExcludeNamespaces []string        `json:"excludeNamespaces"`
 	OnDaemonDown      string          `json:"onDaemonDown"`
+	OptIn             string          `json:"optIn"`
+	ProvisionalFor    string          `json:"provisionalFor"`
 	Backend           string          `json:"backend"`
 
 	StatusNeedsUpstream bool `json:"statusNeedsUpstream,omitempty"`
@@ -53,6 +55,12 @@ func (f *installFlags) add(c *cobra.Command) {
 	c.Flags().StringVar(&f.entry.OnDaemonDown, "on-daemon-down", defaults.OnDaemonDown,
 		"pods that are added while the daemon is down: with hold they start, and their\n"+
 			"connections wait for the daemon; with fail they do not start, and the runtime retries")
+	c.Flags().StringVar(&f.entry.OptIn, "opt-in", defaults.OptIn,
+		"who says whether a new pod opted in: daemon, by labels; or annotation, which the admission\n"+
+			"policy of the chart writes, so that a pod that did not opt in needs no daemon to start")
+	c.Flags().StringVar(&f.entry.ProvisionalFor, "provisional-for", defaults.ProvisionalFor,
+		"how long the TCP of a new pod waits while nobody knows its labels, if nothing in its namespace\n"+
+			"was seen to opt in; then it passes uncaptured; 0s: without limit")
 	c.Flags().BoolVar(&f.entry.StatusNeedsUpstream, "status-needs-upstream", false,
 		"let the plugin's STATUS fail while the proxy is late, so that the runtime reports the node\n"+
 			"as not ready and no pods come; the proxy must then start without the pod network\n"+

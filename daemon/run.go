@@ -104,6 +104,11 @@ func (d daemon) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if p.node == nil { // every pod is captured, and none may pass because of an older list
+		if err := attach.NewOptedInFile(d.conf.StateDir).Remove(); err != nil {
+			return err
+		}
+	}
 	socket, err := p.agent.Start(ctx, d.conf.AgentSocket)
 	if err != nil {
 		return err
@@ -133,6 +138,7 @@ func (d daemon) run(ctx context.Context) error {
 	if p.node != nil {
 		group.Go(func() error { return p.node.Run(relaying) })
 		group.Go(func() error { return p.node.KeepTaint(serving, d.conf.TaintAfter, p.api.Summary) })
+		group.Go(func() error { return p.node.KeepOptedIn(serving, attach.NewOptedInFile(d.conf.StateDir)) })
 	}
 	if d.keeper != nil {
 		group.Go(func() error { return d.keeper.Run(serving) })

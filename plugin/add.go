@@ -75,11 +75,17 @@ func add(ctx context.Context, conf *netconf.Conf, at attach.Attachment) error {
 	}
 	a := addition{conf: conf, store: attach.NewStore(conf.StateDir), daemon: attach.NewClient(conf.AgentSocket)}
 	a.record = attach.Record{Attachment: at, NetnsID: netns}
-	if err := a.findPrevious(); err != nil {
+	optedIn, known := conf.OptedIn()
+	optedOut := known && !optedIn
+	if err := a.findPrevious(); err != nil && !optedOut {
 		return err
 	}
 	if err := a.clearRemains(ctx); err != nil {
 		return fmt.Errorf("attaching %s: removing the rules of an unfinished ADD: %w", at, err)
+	}
+	if optedOut && a.previous == nil {
+		a.pass()
+		return nil
 	}
 	decision, err := a.askDaemon(ctx)
 	if err != nil {
@@ -150,6 +156,15 @@ func (a *addition) clearRemains(ctx context.Context) error {
 	return ruleset.Purge(ctx, a.record.Netns)
 }
 
+// pass records that a pod which did not opt in passes. It needs neither the daemon nor the disk: without the record the
+// daemon still finds the pod if it gets the label later.
+func (a *addition) pass() {
+	a.record.State = attach.Passed
+	if err := a.store.Write(a.record); err != nil {
+		logf("attaching %s: it passes without a record: %s", a.record.Attachment, err)
+	}
+}
+
 // askDaemon gets the decision, and sets the record's state by it. If the daemon is down it is unknown whether
 // the pod opted in, so the pod is captured provisionally, unless onDaemonDown is fail.
 func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
@@ -159,6 +174,9 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 	switch {
 	case err == nil:
 		a.record.State, a.record.Trust = d.State(), d.Trust
+		if d.Provisional {
+			a.limitHold(d.Ruleset, d.Reason)
+		}
 		return d, nil
 	case errors.As(err, &refused) && refused.Final:
 		return d, types.NewError(codeRefused, fmt.Sprintf("attaching %s: %s", at, refused), "")
@@ -168,7 +186,6 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 		return d, types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", at, err),
 			"onDaemonDown is fail")
 	}
-	logf("attaching %s: %s; its TCP waits until the daemon is there", at, err)
 	a.record.State = attach.Provisional
 	r := ruleset.Provisional(a.record.IfName).Inherit(a.previous)
 	for _, s := range a.siblings {
@@ -176,7 +193,45 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 			r.Interfaces = append(r.Interfaces, s.IfName)
 		}
 	}
+	a.limitHold(&r, err.Error())
 	return attach.Decision{Capture: true, Ruleset: &r}, nil
+}
+
+// limitHold lets the provisional capture r expire, unless something says that the pod may have opted in. It says so in
+// the log, because no process may run when the rules expire.
+func (a *addition) limitHold(r *ruleset.Ruleset, unknown string) {
+	at := a.record.Attachment
+	reason, limited := a.holdReason()
+	if !limited {
+		logf("attaching %s: %s; its TCP waits until the daemon knows its labels: %s", at, unknown, reason)
+		return
+	}
+	r.ExpiresAfter = a.conf.HoldAtMost()
+	logf("attaching %s: %s; its TCP waits for %s, and passes UNCAPTURED then unless the daemon has decided: %s",
+		at, unknown, r.ExpiresAfter, reason)
+}
+
+// holdReason says why a pod with unknown labels is held, and whether for a limited time. Without a reason for a limit
+// the pod is held until its labels are known.
+func (a *addition) holdReason() (reason string, limited bool) {
+	if a.conf.HoldAtMost() == 0 {
+		return "provisionalFor is 0", false
+	}
+	if in, _ := a.conf.OptedIn(); in {
+		return "its annotation " + attach.OptInAnnotation + " says that it opted in", false
+	}
+	if a.previous != nil && a.previous.Ruleset.ExpiresAfter == 0 {
+		return "it is captured already", false
+	}
+	list, err := attach.NewOptedInFile(a.conf.StateDir).Read()
+	if err != nil {
+		return err.Error(), false
+	}
+	if list.Has(a.record.Pod.Namespace) {
+		return "its namespace opted in, or a pod there did", false
+	}
+	as := list.AsOf.Format(time.RFC3339)
+	return fmt.Sprintf("as of %s nothing in namespace %s had opted in", as, a.record.Pod.Namespace), true
 }
 
 // carryOut installs the ruleset, then writes the record: a record never claims rules that are not installed. It
@@ -233,6 +288,9 @@ func (a *addition) install(ctx context.Context, r ruleset.Ruleset) error {
 		return err
 	}
 	a.installed = &installed
+	if r.ExpiresAfter > 0 && installed.Ruleset.ExpiresAfter == 0 {
+		logf("%s: this kernel lacks nftables, so its TCP waits without a limit", a.record.Attachment)
+	}
 	if !installed.SYNGate {
 		logf("%s: this kernel has no socket match, so there is no SYN gate: "+
 			"while sluiced is down its connections are refused, not held", a.record.Attachment)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"time"
 
 	"github.com/containernetworking/cni/pkg/skel"
 
@@ -32,17 +33,29 @@ func del(ctx context.Context, conf *netconf.Conf, id attach.ID, netns string) er
 		return nil // ADD does not accept such an ID
 	}
 	store := attach.NewStore(conf.StateDir)
-	if err := removeAttachment(ctx, store, id, netns); err != nil {
+	captured, err := removeAttachment(ctx, store, id, netns)
+	if err != nil {
 		return fmt.Errorf("detaching %s: %w", id, err)
+	}
+	if !captured {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, forgetTimeout)
+		defer cancel()
 	}
 	// First the record, then the daemon: a daemon that starts in between must not find the record and take on the pod.
 	return detach(ctx, attach.NewClient(conf.AgentSocket), id)
 }
 
-// removeAttachment removes the rules of an attachment and its record. The daemon does not change the rules meanwhile.
-func removeAttachment(ctx context.Context, store attach.Store, id attach.ID, netns string) error {
+// forgetTimeout bounds how long the DEL of a pod without rules waits for a daemon that hangs. The daemon closes nothing
+// for such a pod, and finds out by itself that the netns has gone.
+const forgetTimeout = time.Second
+
+// removeAttachment removes the rules of an attachment and its record, and reports whether it may have had rules. The
+// daemon does not change the rules meanwhile.
+func removeAttachment(ctx context.Context, store attach.Store, id attach.ID, netns string) (captured bool, err error) {
 	defer lock(ctx, store, id, netns)()
 	record, err := store.Read(id)
+	captured = !errors.Is(err, os.ErrNotExist) && (record.State != attach.Passed || record.Installed != nil)
 	switch {
 	case err == nil:
 		announce(store, record)
@@ -54,9 +67,9 @@ func removeAttachment(ctx context.Context, store attach.Store, id attach.ID, net
 		err = uninstallUnrecorded(ctx, store, netns)
 	}
 	if err != nil {
-		return err
+		return captured, err
 	}
-	return store.Remove(id)
+	return captured, store.Remove(id)
 }
 
 // lock keeps the daemon from restoring rules while they are removed. A netns that is gone needs no lock.

@@ -25,14 +25,15 @@ type Orchestrator interface {
 
 // Reasons of the events. Those about connections that wait are in package endpoint.
 const (
-	reasonCaptured    = "SluiceCaptured"
-	reasonReleased    = "SluiceReleased"
-	reasonNotCaptured = "SluiceNotCaptured"
-	reasonRefused     = "SluiceRefused"
-	reasonStopped     = "SluiceStopped"
-	reasonRestored    = "SluiceRulesRestored"
-	reasonUndone      = "SluiceRulesUndone"
-	reasonNotVerified = "SluiceRulesNotVerified"
+	reasonCaptured     = "SluiceCaptured"
+	reasonReleased     = "SluiceReleased"
+	reasonCapturedLate = "SluiceCapturedLate"
+	reasonNotCaptured  = "SluiceNotCaptured"
+	reasonRefused      = "SluiceRefused"
+	reasonStopped      = "SluiceStopped"
+	reasonRestored     = "SluiceRulesRestored"
+	reasonUndone       = "SluiceRulesUndone"
+	reasonNotVerified  = "SluiceRulesNotVerified"
 )
 
 // events reports to the orchestrator, and leaves out repetitions.

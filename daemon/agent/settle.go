@@ -87,6 +87,11 @@ func (s *settler) withoutEnding(e *endpoint.Endpoint, r *attach.Record, d attach
 // change brings an attachment in line with a decision that differs from its record.
 func (s *settler) change(ctx context.Context, e *endpoint.Endpoint, r attach.Record, d attach.Decision) (err error) {
 	previous := r.State
+	if d.Capture && previous == attach.Provisional {
+		if r.Uncaptured, err = r.Installed.PassedExpired(r.Netns); err != nil {
+			return err
+		}
+	}
 	switch {
 	case hasRules(r, d): // only its trust differs
 	case d.Capture:
@@ -106,6 +111,14 @@ func (s *settler) change(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 		"state", string(r.State), "reason", d.Reason)
 	e.Add(r)
 	s.events.changed(r.Pod, previous, d)
+	if previous == attach.Provisional && r.Uncaptured > 0 {
+		s.log.Warn("a pod that opted in was not captured at first", "attachment", r.String(),
+			"packets", r.Uncaptured)
+		s.orchestrator.Report(r.Pod, true, reasonCapturedLate, fmt.Sprintf(
+			"%d packets of the pod left around the proxy before it was captured: its labels were not known for longer "+
+				"than provisionalFor, and nothing in its namespace had been seen to opt in; connections that were "+
+				"opened then stay as they are", r.Uncaptured))
+	}
 	if err := s.store.Write(r); err != nil || r.Installed == nil {
 		return err
 	}

@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/late"
@@ -80,6 +81,13 @@ func (s Snapshot) Status() attach.AttachmentStatus {
 			a.Stopped[string(cause)] = n
 		}
 	}
+	if r.State == attach.Provisional && r.Installed != nil && !r.Installed.Expires.IsZero() {
+		a.Notes = append(a.Notes, expiry(r.Installed.Expires, time.Now()))
+	}
+	if r.Uncaptured > 0 {
+		a.Notes = append(a.Notes, fmt.Sprintf(
+			"captured late: %d packets left around the upstream before, while its labels were not known", r.Uncaptured))
+	}
 	if r.State == attach.Adding {
 		a.Notes = append(a.Notes, "its ADD has not finished")
 	}
@@ -95,6 +103,15 @@ func (s Snapshot) Status() attach.AttachmentStatus {
 		a.Notes = append(a.Notes, err.Error())
 	}
 	return a
+}
+
+// expiry says until when a provisional capture holds.
+func expiry(expires, now time.Time) string {
+	if now.Before(expires) {
+		return "held until " + expires.Format(time.RFC3339) + " at most, while its labels are not known"
+	}
+	return "NOT held since " + expires.Format(time.RFC3339) + ", since its labels are not known for too long: " +
+		"its TCP goes around the upstream"
 }
 
 // shortcomings says how the rules fall short of those on a recent kernel.

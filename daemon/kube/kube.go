@@ -45,6 +45,7 @@ type Node struct {
 	factories []informers.SharedInformerFactory
 	synced    []cache.InformerSynced
 	changed   chan struct{}
+	relabeled chan struct{} // as changed, for KeepOptedIn
 
 	pods       listers.PodLister
 	namespaces listers.NamespaceLister
@@ -57,7 +58,8 @@ type Node struct {
 
 // New makes the view of the node with that name. It is empty until Run.
 func New(client kubernetes.Interface, node string, up config.Upstream, log *slog.Logger) (*Node, error) {
-	n := &Node{name: node, client: client, upstream: up, log: log, changed: make(chan struct{}, 1)}
+	n := &Node{name: node, client: client, upstream: up, log: log}
+	n.changed, n.relabeled = make(chan struct{}, 1), make(chan struct{}, 1)
 	// The node object is not part of Synced and Changed: decisions do not depend on it.
 	n.nodes = n.watch(metav1.NamespaceAll, "metadata.name", node).Nodes().Lister()
 	pods := n.watch(metav1.NamespaceAll, "spec.nodeName", node).Pods()
@@ -112,11 +114,13 @@ func strip(o any) (any, error) {
 	return o, nil
 }
 
-// notifyChanged makes Changed receive. Changes before the next receive become one.
+// notifyChanged makes Changed and KeepOptedIn receive. Changes before the next receive become one.
 func (n *Node) notifyChanged() {
-	select {
-	case n.changed <- struct{}{}:
-	default:
+	for _, to := range []chan struct{}{n.changed, n.relabeled} {
+		select {
+		case to <- struct{}{}:
+		default:
+		}
 	}
 }
 

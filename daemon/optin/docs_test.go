@@ -20,7 +20,7 @@ func TestDocumentedLabels(t *testing.T) {
 func TestDocumentedAnnotations(t *testing.T) {
 	t.Parallel()
 	var known []string
-	for name := range maps.Keys(annotations) {
+	for _, name := range slices.AppendSeq(slices.Clone(written), maps.Keys(annotations)) {
 		known = append(known, attach.AnnotationPrefix+name)
 	}
 	slices.Sort(known)

@@ -89,6 +89,13 @@ func Wanted(facts Facts) bool {
 	return capture && err == nil
 }
 
+// Asks reports whether labels ask for capture. A value that is neither true nor false counts, since the pod it is on
+// must not pass by mistake.
+func Asks(labels map[string]string) bool {
+	value, labelled := labels[Label]
+	return labelled && value != "false"
+}
+
 func wanted(facts Facts) (capture bool, reason string, err error) {
 	for _, object := range []struct {
 		kind   string
@@ -193,11 +200,14 @@ var annotations = map[string]func(*attach.Decision, string) error{
 	},
 }
 
+// written are the annotations, without the prefix, that sluice itself writes on pods. They are for the plugin.
+var written = []string{strings.TrimPrefix(attach.OptInAnnotation, attach.AnnotationPrefix)}
+
 // annotate applies the annotations of a pod that begin with the prefix. The error names the key and the value.
 func annotate(d *attach.Decision, podAnnotations map[string]string) error {
 	for _, key := range slices.Sorted(maps.Keys(podAnnotations)) {
 		name, ours := strings.CutPrefix(key, attach.AnnotationPrefix)
-		if !ours {
+		if !ours || slices.Contains(written, name) {
 			continue
 		}
 		apply, ok := annotations[name]

@@ -16,4 +16,5 @@ load() {
 load sluice "$root/bin/sluice" "$root/bin/sluiced"
 load mitmproxy "$root/bin/mitmproxy/12.3.1"
 load tools
-KUBECONFIG=$root/bin/kind.kubeconfig E2E_ON_NODE="docker exec $name-control-plane sh -c" go test -count=1 -v ./e2e
+KUBECONFIG=$root/bin/kind.kubeconfig E2E_ON_NODE="docker exec $name-control-plane sh -c" \
+	go test -count=1 -v -timeout 20m ./e2e

@@ -17,6 +17,10 @@ import (
 // other programs.
 const AnnotationPrefix = "sluice.dev/"
 
+// OptInAnnotation says whether a pod opted in when it was created, "true" or "false". The admission policy of the chart
+// writes it over any value that the pod has.
+const OptInAnnotation = AnnotationPrefix + "opt-in"
+
 // ID names an attachment by the CNI spec's key: CNI_CONTAINERID and CNI_IFNAME.
 type ID struct {
 	ContainerID string `json:"containerID"`
@@ -150,6 +154,9 @@ type Record struct {
 	Trust Trust `json:"trust"`
 	// Installed is nil if no ruleset was installed, or none to its end.
 	Installed *ruleset.Installed `json:"installed,omitempty"`
+	// Uncaptured is how many packets of a captured pod left around the upstream before, because its provisional capture
+	// had expired.
+	Uncaptured uint64 `json:"uncaptured,omitempty"`
 }
 
 // Late is the policy for an attachment's connections while the upstream is late.

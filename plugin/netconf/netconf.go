@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/containernetworking/cni/pkg/types"
 	current "github.com/containernetworking/cni/pkg/types/100"
@@ -34,6 +35,12 @@ const (
 	Fail = "fail" // ADD fails with error 11, try again later
 )
 
+// Values of the key `optIn`: the party that says whether a new pod opted in.
+const (
+	OptInDaemon     = "daemon"     // the daemon, by the labels of the pod and its namespace
+	OptInAnnotation = "annotation" // attach.OptInAnnotation, and the daemon for a pod without it
+)
+
 // Conf is the network configuration that the runtime passes to one call of the plugin.
 type Conf struct {
 	types.PluginConf
@@ -48,6 +55,11 @@ type Conf struct {
 	ExcludeNamespaces []string `json:"excludeNamespaces"`
 	// OnDaemonDown is Hold or Fail.
 	OnDaemonDown string `json:"onDaemonDown"`
+	// OptIn is OptInDaemon or OptInAnnotation.
+	OptIn string `json:"optIn"`
+	// ProvisionalFor is a duration: how long the plugin holds the TCP of a pod with unknown labels if nothing in its
+	// namespace is known to have opted in. "0s" is no limit.
+	ProvisionalFor string `json:"provisionalFor"`
 	// Backend is ruleset.BackendAuto, BackendIPTables or BackendNFTables.
 	Backend string `json:"backend"`
 	// StatusNeedsUpstream makes STATUS fail while the upstream is late, so that the node takes no pods.
@@ -63,8 +75,8 @@ type Conf struct {
 
 // ownKeys are the keys of sluice's entry.
 var ownKeys = []string{
-	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "backend",
-	"statusNeedsUpstream",
+	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "optIn", "provisionalFor",
+	"backend", "statusNeedsUpstream",
 }
 
 // specKeys are the keys that the CNI spec defines for every plugin. It also reserves every key under cni.dev/.
@@ -134,6 +146,8 @@ func parseObject(stdin []byte) (*Conf, error) {
 		StateDir:          attach.DefaultStateDir,
 		ExcludeNamespaces: []string{"kube-system", "sluice-system"},
 		OnDaemonDown:      Hold,
+		OptIn:             OptInDaemon,
+		ProvisionalFor:    "2m",
 		Backend:           ruleset.BackendAuto,
 	}
 	dec := json.NewDecoder(bytes.NewReader(stdin))
@@ -196,11 +210,15 @@ func (c *Conf) Validate() error {
 		allowed    []string
 	}{
 		{"onDaemonDown", c.OnDaemonDown, []string{Hold, Fail}},
+		{"optIn", c.OptIn, []string{OptInDaemon, OptInAnnotation}},
 		{"backend", c.Backend, []string{ruleset.BackendAuto, ruleset.BackendIPTables, ruleset.BackendNFTables}},
 	} {
 		if !slices.Contains(choice.allowed, choice.value) {
 			return fmt.Errorf("%s: %q is not one of %s", choice.key, choice.value, strings.Join(choice.allowed, ", "))
 		}
+	}
+	if d, err := time.ParseDuration(c.ProvisionalFor); err != nil || d < 0 {
+		return fmt.Errorf("provisionalFor: %q is not a duration such as 90s or 10m", c.ProvisionalFor)
 	}
 	for _, l := range []struct {
 		key   string
@@ -257,6 +275,22 @@ func (c *Conf) Annotations() map[string]string {
 			!slices.ContainsFunc(attach.Sidecars, func(s attach.Sidecar) bool { return s.Annotation == k })
 	})
 	return wanted
+}
+
+// HoldAtMost returns ProvisionalFor, of a valid Conf.
+func (c *Conf) HoldAtMost() time.Duration {
+	d, _ := time.ParseDuration(c.ProvisionalFor)
+	return d
+}
+
+// OptedIn returns the value of attach.OptInAnnotation, if the entry says that an admission policy writes it and the pod
+// has it.
+func (c *Conf) OptedIn() (in, known bool) {
+	value, ok := c.RuntimeConfig.PodAnnotations[attach.OptInAnnotation]
+	if c.OptIn != OptInAnnotation || !ok {
+		return false, false
+	}
+	return value != "false", true // the daemon judges any other value
 }
 
 // ParseArgs reads the pod's namespace, name and UID from CNI_ARGS; each may be missing.

@@ -148,13 +148,17 @@ func TestValidateErrors(t *testing.T) {
 	for _, tc := range []struct{ stdin, want string }{
 		{`{"agentsocket": "/s"}`, `unknown key "agentsocket"`},
 		{`{"typo": 1}`, `unknown key "typo"; the keys of a sluice entry are agentSocket, stateDir, ` +
-			`includeNamespaces, excludeNamespaces, onDaemonDown, backend, statusNeedsUpstream`},
+			`includeNamespaces, excludeNamespaces, onDaemonDown, optIn, provisionalFor, backend, statusNeedsUpstream`},
 		{`{"zzz": 1, "aaa": 1}`, `unknown key "aaa"`},
 		{`{"cni.dev": 1}`, `unknown key "cni.dev"`},
 		{`{"agentSocket": ""}`, `agentSocket: "" is not an absolute path`},
 		{`{"agentSocket": "run/agent.sock"}`, `agentSocket: "run/agent.sock" is not an absolute path`},
 		{`{"stateDir": "."}`, `stateDir: "." is not an absolute path`},
 		{`{"onDaemonDown": "queue"}`, `onDaemonDown: "queue" is not one of hold, fail`},
+		{`{"provisionalFor": "2"}`, `provisionalFor: "2" is not a duration`},
+		{`{"provisionalFor": "-1s"}`, `provisionalFor: "-1s" is not a duration`},
+		{`{"provisionalFor": ""}`, `provisionalFor: "" is not a duration`},
+		{`{"optIn": "label"}`, `optIn: "label" is not one of daemon, annotation`},
 		{`{"onDaemonDown": ""}`, `onDaemonDown: "" is not one of hold, fail`},
 		{`{"backend": "ipvs"}`, `backend: "ipvs" is not one of auto, iptables, nftables`},
 		{`{"backend": "iptables-nft"}`, `backend: "iptables-nft" is not one of`},

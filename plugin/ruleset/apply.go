@@ -9,6 +9,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/containernetworking/plugins/pkg/ns"
 	"golang.org/x/sys/unix"
@@ -49,6 +50,8 @@ type Installed struct {
 	Wall Wall `json:"wall,omitempty"`
 	// Interfaces are the CNI interfaces, with the addresses to which captured connections are sent.
 	Interfaces []Interface `json:"interfaces,omitempty"`
+	// Expires is the time at which a ruleset with ExpiresAfter expires, for people: the kernel counts the time itself.
+	Expires time.Time `json:"expires,omitzero"`
 }
 
 // Wall says which packets the wall sees.
@@ -65,7 +68,16 @@ func (i Installed) facts() facts {
 	return facts{synGate: i.SYNGate, wall: i.Wall != WallNone, interfaces: i.Interfaces}
 }
 
-func (i Installed) wall() []table { return i.Ruleset.wall(i.Wall, i.Interfaces) }
+func (i Installed) wall() []table { return i.lasting().wall(i.Wall, i.Interfaces) }
+
+// lasting returns the ruleset with the rest of its time: rules that are installed again do not last longer.
+func (i Installed) lasting() Ruleset {
+	r := i.Ruleset
+	if r.ExpiresAfter > 0 {
+		r.ExpiresAfter = max(time.Until(i.Expires), time.Millisecond)
+	}
+	return r
+}
 
 func (i Installed) families() []Family {
 	if i.IPv6 {
@@ -140,13 +152,22 @@ func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed)
 	if in.Interfaces, err = findInterfaces(r.Interfaces, previous); err != nil {
 		return Installed{}, err
 	}
+	if r.ExpiresAfter > 0 {
+		in.Expires = time.Now().Add(r.ExpiresAfter)
+		if previous != nil && !previous.Expires.IsZero() {
+			in.Expires = previous.Expires
+		}
+	}
 	// The wall comes first. Until the other rules are there it drops SYNs, which the clients send again.
 	var wallErr error
-	if in.Wall, wallErr = raiseWall(r, in.Interfaces, previous); wallErr != nil {
+	if in.Wall, wallErr = raiseWall(in.lasting(), in.Interfaces, previous); wallErr != nil {
 		if previous == nil {
 			return Installed{}, wallErr
 		}
 		in.Wall = previous.Wall // the other rules are brought in line all the same
+	}
+	if in.Wall == WallNone { // only the wall can hold, and expire
+		in.Ruleset.ExpiresAfter, in.Expires = 0, time.Time{}
 	}
 	var failures []error
 	// The SYN gate, then IPv6, then both are given up only if no backend can install them. applyWith allows IPv6 to

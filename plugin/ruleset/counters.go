@@ -44,6 +44,30 @@ func (c *Counters) Stopped() (map[Cause]uint64, error) {
 	return counts, nil
 }
 
+// PassedExpired returns the number of packets that have left the netns at path because the ruleset had expired.
+func (i Installed) PassedExpired(path string) (packets uint64, err error) {
+	if i.Ruleset.ExpiresAfter == 0 {
+		return 0, nil
+	}
+	err = within(path, func() error {
+		conn, err := nftables.New()
+		if err != nil {
+			return fmt.Errorf("opening nftables: %w", err)
+		}
+		all, err := conn.GetObjects(&nftables.Table{Name: nftTablePrefix + "wall"}) // of every family
+		if err != nil {
+			return fmt.Errorf("reading the counters of the tables %swall: %w", nftTablePrefix, err)
+		}
+		for _, o := range all {
+			if counter, ok := o.(*nftables.CounterObj); ok && counter.Name == string(causeExpired) {
+				packets += counter.Packets
+			}
+		}
+		return nil
+	})
+	return packets, err
+}
+
 // KnowBridges tells the wall in the netns at path of bridges, by their interface indices: packets to them stay in the
 // pod. It learns of most bridges by itself, from packets that come through them or go to them.
 func (i Installed) KnowBridges(path string, indices []int) error {

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
@@ -19,6 +20,10 @@ func dumpTable(w io.Writer, t table) {
 	nt := nftTable(t)
 	families := map[Family]string{IPv4: "ip", IPv6: "ip6", inet: "inet", link: "netdev"}
 	fmt.Fprintf(w, "table %s %s\n", families[t.family], nt.Name)
+	if t.lasts > 0 {
+		set, elements := nftLasting(nt, t.lasts)
+		fmt.Fprintf(w, "  set %s\n    %x for %s\n", set.Name, elements[0].Key, elements[0].Timeout.Round(time.Second))
+	}
 	for _, cause := range causesOf(t.chains) {
 		fmt.Fprintf(w, "  counter %s\n", cause)
 	}
@@ -77,7 +82,8 @@ func describe(e expr.Any) string {
 		return fmt.Sprintf("fib daddr=%t mark=%t type=%t oif=%t => reg %d",
 			e.FlagDADDR, e.FlagMARK, e.ResultADDRTYPE, e.ResultOIF, e.Register)
 	case *expr.Lookup:
-		return fmt.Sprintf("lookup reg %d in %s", e.SourceRegister, e.SetName)
+		not := map[bool]string{true: "not "}[e.Invert]
+		return fmt.Sprintf("lookup reg %d %sin %s", e.SourceRegister, not, e.SetName)
 	case *expr.Dynset:
 		return fmt.Sprintf("add reg %d to %s", e.SrcRegKey, e.SetName)
 	case *expr.Objref:

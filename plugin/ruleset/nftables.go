@@ -10,6 +10,7 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/binaryutil"
@@ -170,6 +171,11 @@ func addTable(conn *nftables.Conn, t table) error {
 			return err
 		}
 	}
+	if t.lasts > 0 {
+		if err := conn.AddSet(nftLasting(nt, t.lasts)); err != nil {
+			return err
+		}
+	}
 	chains := nftChains(t)
 	for _, cause := range causesOf(chains) {
 		conn.AddObj(&nftables.NamedObj{
@@ -195,6 +201,21 @@ func addTable(conn *nftables.Conn, t table) error {
 	return nil
 }
 
+// lasting is the set whose one element the kernel removes when the ruleset expires. Unlike a match of the time it does
+// not depend on the clock of the node, which may be set while the node starts.
+const lasting = "lasting"
+
+// notExpired is that element.
+var notExpired = binaryutil.NativeEndian.PutUint32(1)
+
+func nftLasting(nt *nftables.Table, lasts time.Duration) (*nftables.Set, []nftables.SetElement) {
+	set := &nftables.Set{
+		Table: nt, Name: lasting, KeyType: nftables.TypeMark, HasTimeout: true,
+		ID: 2, // as for knownBridges
+	}
+	return set, []nftables.SetElement{{Key: notExpired, Timeout: lasts}}
+}
+
 // causesOf are the causes by which the rules of chains count packets.
 func causesOf(chains []chain) []Cause {
 	found := map[Cause]bool{}
@@ -203,7 +224,7 @@ func causesOf(chains []chain) []Cause {
 			found[r.target.cause] = true
 		}
 	}
-	return slices.DeleteFunc(slices.Clone(Causes), func(c Cause) bool { return !found[c] })
+	return slices.DeleteFunc(append(slices.Clone(Causes), causeExpired), func(c Cause) bool { return !found[c] })
 }
 
 // nftChains are the chains of t as this backend makes them: those at a hook are base chains of their own, which stand
@@ -364,7 +385,7 @@ func readable(all []expr.Any) []expr.Any {
 			}
 			kept = append(kept, e)
 		case *expr.Lookup:
-			kept = append(kept, &expr.Lookup{SourceRegister: e.SourceRegister, SetName: e.SetName})
+			kept = append(kept, &expr.Lookup{SourceRegister: e.SourceRegister, SetName: e.SetName, Invert: e.Invert})
 		case *expr.Dynset:
 			kept = append(kept, &expr.Dynset{SrcRegKey: e.SrcRegKey, SetName: e.SetName, Operation: e.Operation})
 		default:
@@ -402,6 +423,10 @@ func nftMatch(f Family, m match) []expr.Any {
 	if f == inet && m.only() != 0 {
 		f = m.only()
 		add(meta(expr.MetaKeyNFPROTO), equal([]byte{byte(nftFamily(f))}))
+	}
+	if m.expired {
+		add(&expr.Immediate{Register: reg, Data: notExpired},
+			&expr.Lookup{SourceRegister: reg, SetName: lasting, Invert: true})
 	}
 	if m.in != "" {
 		add(meta(expr.MetaKeyIIFNAME), equal(nftInterface(m.in)))
@@ -630,21 +655,25 @@ func nftTarget(f Family, t target) []expr.Any {
 			&expr.Dynset{SrcRegKey: reg, SetName: knownBridges, Operation: unix.NFT_DYNSET_OP_ADD},
 		}
 	}
+	var count []expr.Any
+	if t.cause != "" {
+		count = []expr.Any{nftCount(t.cause)}
+	}
 	port := binary.BigEndian.AppendUint16(nil, t.to.Port())
 	switch t.verb {
 	case verbReturn:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictReturn}}
 	case verbAccept:
-		return []expr.Any{&expr.Verdict{Kind: expr.VerdictAccept}}
+		return append(count, &expr.Verdict{Kind: expr.VerdictAccept})
 	case verbDrop:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}
 	case verbStop:
-		return []expr.Any{nftCount(t.cause), &expr.Verdict{Kind: expr.VerdictDrop}}
+		return append(count, &expr.Verdict{Kind: expr.VerdictDrop})
 	case verbReject:
 		if f == inet {
-			return []expr.Any{nftCount(t.cause), &expr.Reject{
+			return append(count, &expr.Reject{
 				Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH,
-			}}
+			})
 		}
 		code := map[Family]uint8{IPv4: 3, IPv6: 4}[f] // port unreachable: RFC 792, RFC 4443
 		return []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: code}}
@@ -670,7 +699,7 @@ func nftTarget(f Family, t target) []expr.Any {
 	case verbAnswer:
 		return entryMark(fromOutside)
 	case verbPass:
-		return append(mark(passed, passed), &expr.Verdict{Kind: expr.VerdictReturn})
+		return slices.Concat(count, mark(passed, passed), []expr.Any{&expr.Verdict{Kind: expr.VerdictReturn}})
 	case verbUnpass:
 		return mark(passed, 0)
 	case verbInside:

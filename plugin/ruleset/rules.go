@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
 )
 
 // Family is an address family; each has its own tables in the kernel.
@@ -42,6 +43,7 @@ type table struct {
 	family Family
 	name   string // nat, filter, mangle or wall
 	chains []chain
+	lasts  time.Duration // until the rules expire, if a match has expired
 }
 
 type chain struct {
@@ -88,6 +90,7 @@ type match struct {
 	fromBridge bool   // it came in through a bridge
 	toBridge   bool   // it goes out through a bridge
 	toKnown    bool   // its route leads out through one of the known bridges
+	expired    bool   // the ruleset has expired
 	frame      []frameTest
 }
 
@@ -116,7 +119,7 @@ type target struct {
 	verb  verb
 	chain string         // of verbJump and verbGoto
 	to    netip.AddrPort // where the connection is sent; of verbRedirect the port only
-	cause Cause          // verbStop and verbReject count the packet by it, unless it is empty
+	cause Cause          // the wall counts the packet by it, unless it is empty
 }
 
 type verb string
@@ -155,7 +158,7 @@ var (
 // isOfWall reports whether only nftables renders m.
 func (m match) isOfWall() bool {
 	return m.family != 0 || m.passed || m.answers || m.detour || m.fragment || m.routed || m.forwarded ||
-		m.fromBridge || m.toBridge || m.toKnown || m.frame != nil || m.sport != 0 || m.notSYN
+		m.fromBridge || m.toBridge || m.toKnown || m.expired || m.frame != nil || m.sport != 0 || m.notSYN
 }
 
 // isOfWall reports whether only nftables renders t.
@@ -290,7 +293,10 @@ func (r Ruleset) inputChain(synGate bool) chain {
 // openPorts are the capture ports that the pod's listeners have.
 func (r Ruleset) openPorts() []uint16 {
 	ports := r.CapturePorts()
-	if len(r.InboundPorts) == 0 {
+	switch {
+	case r.ExpiresAfter > 0: // nothing is redirected, so the ports are the app's
+		return nil
+	case len(r.InboundPorts) == 0:
 		return []uint16{ports.Outbound}
 	}
 	return []uint16{ports.Outbound, ports.Inbound}
@@ -390,6 +396,9 @@ func only(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
 // know: a SYN, or a later segment of a connection whose entry was lost. The latter gets a new entry with the same
 // translation, so the connection goes on. A connection that is older than the rules would be reset by that.
 func (r Ruleset) captureNAT() chain {
+	if r.ExpiresAfter > 0 {
+		return r.capture(nil) // the wall holds them
+	}
 	return r.capture(nil, rule{match{syn: r.KeepOlder}, jump(chainGate), "captured"})
 }
 

@@ -18,6 +18,10 @@
 // The rules above divert connections. The wall (wall.go) stops all other packets that must not leave; it consists of
 // nftables, whichever backend has the rest.
 //
+// A ruleset with ExpiresAfter only holds: the wall drops all captured TCP, and nothing is redirected. A redirected SYN
+// would leave a conntrack entry that leads it to the gate for as long as it is sent again, whatever the rules say then.
+// So once the rules have expired, the next SYN of each waiting connection leaves the pod.
+//
 // The names of the chains that the built-in ones jump to never change: an upgraded sluice must find the
 // jumps that an older version left.
 package ruleset
@@ -30,6 +34,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 )
 
 // Ports are the ports in the pod netns that captured connections are redirected to.
@@ -104,6 +109,9 @@ type Ruleset struct {
 	// KeepOlder lets connections go on that are older than the rules, for a pod that ran before it was captured, or was
 	// captured by a version without the wall. Only its SYNs are captured and stopped then.
 	KeepOlder bool `json:"keepOlder,omitempty"`
+	// ExpiresAfter, unless it is 0, is how long the rules hold captured TCP back, from their installation on. Then they
+	// let everything pass, without a process that ends them. It needs the wall.
+	ExpiresAfter time.Duration `json:"expiresAfter,omitempty"`
 }
 
 // Values of Other.
@@ -175,6 +183,9 @@ func (r Ruleset) Validate() error {
 		if !a.IsValid() || a.Is4In6() || a.Zone() != "" {
 			return fmt.Errorf("resolver %s is not a canonical address", a)
 		}
+	}
+	if r.ExpiresAfter < 0 {
+		return fmt.Errorf("expiresAfter: %s is negative", r.ExpiresAfter)
 	}
 	if p := r.CapturePorts(); p.Outbound == p.Inbound {
 		return fmt.Errorf("ports: outbound and inbound are both %d", p.Outbound)

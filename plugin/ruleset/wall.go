@@ -45,11 +45,16 @@ const (
 // Causes are all causes.
 var Causes = []Cause{CausePod, CauseNested, CausePacket, CauseQUIC, CauseOther}
 
+// causeExpired counts packets that passed because the ruleset had expired. It is none of Causes.
+const causeExpired Cause = "expired"
+
 // chains of the wall that other tables do not have.
 const (
 	chainLeaving = "LEAVING"
 	chainStop    = "STOP"
 )
+
+const whyExpired = "the capture has expired"
 
 // wall describes the tables of the wall. interfaces are the CNI interfaces that exist.
 func (r Ruleset) wall(extent Wall, interfaces []Interface) []table {
@@ -64,7 +69,7 @@ func (r Ruleset) wall(extent Wall, interfaces []Interface) []table {
 }
 
 func (r Ruleset) routedWall() table {
-	return table{family: inet, name: "wall", chains: []chain{
+	return table{family: inet, name: "wall", lasts: r.ExpiresAfter, chains: []chain{
 		r.stop(),
 		r.captureWall(),
 		r.outbound(inet),
@@ -81,8 +86,12 @@ func (r Ruleset) refusals() table {
 	quic, other := targetReject, targetReject
 	quic.cause, other.cause = CauseQUIC, CauseOther
 	via := match{notProto: "tcp"}
-	return table{family: inet, name: "refuse", chains: []chain{
-		{name: chainCapture, rules: r.others(inet, quic, other)},
+	rules := r.others(inet, quic, other)
+	if r.ExpiresAfter > 0 {
+		rules = append([]rule{{match{expired: true}, targetReturn, whyExpired}}, rules...)
+	}
+	return table{family: inet, name: "refuse", lasts: r.ExpiresAfter, chains: []chain{
+		{name: chainCapture, rules: rules},
 		r.outbound(inet),
 		r.fromPod(via, true),
 		r.fromElsewhere(chainForward, via, nil, true),
@@ -114,7 +123,19 @@ func (r Ruleset) leavingPod() chain {
 // first.
 func (r Ruleset) leaving() chain {
 	const detour = "a source route: it may end at a captured destination"
-	c := chain{name: chainLeaving, rules: []rule{
+	c := chain{name: chainLeaving}
+	if r.ExpiresAfter > 0 {
+		pass := targetPass
+		pass.cause = causeExpired
+		c.rules = []rule{
+			{
+				match{expired: true, proto: "tcp", state: ctOriginal}, target{verb: verbLetOut},
+				"the connection goes on if the pod is captured later",
+			},
+			{match{expired: true}, pass, whyExpired},
+		}
+	}
+	c.rules = append(c.rules, []rule{
 		// The packets of IGMP have another option.
 		{match{family: IPv4, notProto: "igmp", detour: true}, jump(chainStop), detour},
 		{match{family: IPv6, detour: true}, jump(chainStop), detour},
@@ -125,7 +146,7 @@ func (r Ruleset) leaving() chain {
 		{match{proto: "tcp", state: ctReply, answers: true}, targetPass, "an answer to a connection from outside"},
 		// Only with state NEW: the entry outlives the connection, and its port may get another user.
 		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetPass, "sluiced lets it go direct"},
-	}}
+	}...)
 	if r.KeepOlder {
 		c.rules = append(c.rules, rule{
 			match{proto: "tcp", notSYN: true}, targetPass, "its connection may be older than the capture",
@@ -164,7 +185,11 @@ func (r Ruleset) captureWall() chain {
 	for _, p := range complement(r.IncludePorts) {
 		c.rules = append(c.rules, rule{match{proto: "tcp", dports: p}, targetReturn, "a port that is not included"})
 	}
-	c.rules = append(c.rules, rule{match{}, jump(chainStop), "captured, and not redirected: it would bypass the proxy"})
+	last := rule{match{}, jump(chainStop), "captured, and not redirected: it would bypass the proxy"}
+	if r.ExpiresAfter > 0 {
+		last = rule{match{}, targetDrop, "held until the pod's labels are known: the client sends the SYN again"}
+	}
+	c.rules = append(c.rules, last)
 	return c
 }
 
@@ -239,10 +264,15 @@ func fromGate() chain {
 
 // egress describes the table of the link. The kernel refuses a hook at an interface that does not exist.
 func (r Ruleset) egress(interfaces []Interface) table {
-	t := table{family: link, name: "wall", chains: []chain{{name: chainEgress, rules: append(r.plain(),
+	var rules []rule
+	if r.ExpiresAfter > 0 {
+		rules = []rule{{match{expired: true}, target{verb: verbAccept, cause: causeExpired}, whyExpired}}
+	}
+	rules = append(append(rules, r.plain()...),
 		rule{match{routed: true}, target{verb: verbStop, cause: CausePod}, "the stack's rules have not let it pass"},
 		rule{match{}, target{verb: verbStop, cause: CausePacket}, "sent by a packet socket, or by a stack of its own"},
-	)}}}
+	)
+	t := table{family: link, name: "wall", lasts: r.ExpiresAfter, chains: []chain{{name: chainEgress, rules: rules}}}
 	for _, i := range interfaces {
 		if !slices.Contains(r.walled(), i.Name) {
 			continue

@@ -23,3 +23,18 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 {{- toYaml $config -}}
 {{- end }}
+
+{{/* The version of the API of the policy that writes sluice.dev/opt-in, or nothing if there is no policy. */}}
+{{- define "sluice.optInPolicy" -}}
+{{- $group := "admissionregistration.k8s.io" -}}
+{{- if ne .Values.config.capture.source "kubernetes" -}}
+{{- else if ne .Values.optInPolicy "auto" -}}
+{{- if ne .Values.optInPolicy "none" -}}
+{{- $group }}/{{ .Values.optInPolicy -}}
+{{- end -}}
+{{- else if .Capabilities.APIVersions.Has (printf "%s/v1/MutatingAdmissionPolicy" $group) -}}
+{{- $group }}/v1
+{{- else if .Capabilities.APIVersions.Has (printf "%s/v1beta1/MutatingAdmissionPolicy" $group) -}}
+{{- $group }}/v1beta1
+{{- end -}}
+{{- end }}

@@ -49,6 +49,9 @@ func (c Config) apiserver() component {
 		"--etcd-servers=http://127.0.0.1:2379",
 		"--authorization-mode=Node,RBAC",
 		"--enable-admission-plugins=NodeRestriction",
+		// MutatingAdmissionPolicy is on by default in Kubernetes 1.36 and newer.
+		"--feature-gates=MutatingAdmissionPolicy=true",
+		"--runtime-config=admissionregistration.k8s.io/v1beta1=true",
 		"--allow-privileged=true",
 		"--client-ca-file=" + kubeDir + "/ca.crt",
 		"--tls-cert-file=" + kubeDir + "/apiserver.crt",
