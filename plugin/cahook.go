@@ -34,12 +34,13 @@ container's state from standard input, and its exit code is always 0: a containe
 
 `
 
+const bundleUsage = "`FILE` in the container with a fallback bundle, alone on its mount; where the container has a bundle of " +
+	"its own, a link to that takes its place"
+
 // caHook runs the hook. It returns in time and without an error, because the runtime does not start a container whose
 // hook fails.
 func caHook(args []string, state io.Reader) {
-	debug.SetMemoryLimit(caHookMemory)
-	debug.SetGCPercent(20)
-	runtime.GOMAXPROCS(caHookThreads)
+	limitResources()
 	ctx, cancel := context.WithTimeout(context.Background(), caHookTimeout)
 	defer cancel()
 
@@ -52,19 +53,30 @@ func caHook(args []string, state io.Reader) {
 		return
 	}
 	report := hook.run(ctx, state)
+	logReport("ca-hook", report)
+	if err := writeReport(hook.report, report); err != nil {
+		logf("ca-hook: %s", err)
+	}
+}
+
+// limitResources bounds the memory and the CPUs of this process.
+func limitResources() {
+	debug.SetMemoryLimit(caHookMemory)
+	debug.SetGCPercent(20)
+	runtime.GOMAXPROCS(caHookThreads)
+}
+
+// logReport logs the errors in a report.
+func logReport(command string, report truststore.Report) {
 	for _, s := range report.Stores {
 		if s.Error != "" {
-			logf("ca-hook: %s %s: %s", s.Kind, s.Path, s.Error)
+			logf("%s: %s %s: %s", command, s.Kind, s.Path, s.Error)
 		}
 	}
-	if report.Unsearched != "" {
-		logf("ca-hook: %s", report.Unsearched)
-	}
-	if report.Error != "" {
-		logf("ca-hook: %s", report.Error)
-	}
-	if err := hook.writeReport(report); err != nil {
-		logf("ca-hook: %s", err)
+	for _, text := range []string{report.Unsearched, report.Error} {
+		if text != "" {
+			logf("%s: %s", command, text)
+		}
 	}
 }
 
@@ -80,8 +92,7 @@ func parseCAHook(args []string) (caHookArgs, error) {
 	flags := flag.NewFlagSet("ca-hook", flag.ContinueOnError)
 	flags.StringVar(&hook.ca, "ca", "", "`FILE` on the host with the CA certificates in PEM")
 	flags.StringVar(&hook.report, "report", "", "`FILE` on the host to write the report to, as JSON")
-	flags.StringVar(&hook.bundle, "bundle", "",
-		"`FILE` in the container with a fallback bundle; the container's own bundle is mounted over it")
+	flags.StringVar(&hook.bundle, "bundle", "", bundleUsage)
 	flags.Usage = func() {
 		fmt.Fprint(flags.Output(), caHookUsage)
 		flags.PrintDefaults()
@@ -170,22 +181,22 @@ func readBounded(path string) ([]byte, error) {
 }
 
 // writeReport replaces the report by rename, so that no reader sees a part of it.
-func (h caHookArgs) writeReport(report truststore.Report) error {
-	if h.report == "" {
+func writeReport(path string, report truststore.Report) error {
+	if path == "" {
 		return nil
 	}
 	data, err := json.Marshal(report)
 	if err != nil {
 		return fmt.Errorf("encoding the report: %w", err)
 	}
-	f, err := os.CreateTemp(filepath.Dir(h.report), ".ca-hook-*")
+	f, err := os.CreateTemp(filepath.Dir(path), ".ca-*")
 	if err != nil {
 		return fmt.Errorf("writing the report: %w", err)
 	}
 	_, err = f.Write(data)
 	err = errors.Join(err, f.Close())
 	if err == nil {
-		err = os.Rename(f.Name(), h.report)
+		err = os.Rename(f.Name(), path)
 	}
 	if err != nil {
 		return errors.Join(fmt.Errorf("writing the report: %w", err), os.Remove(f.Name()))

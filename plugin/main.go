@@ -26,6 +26,9 @@ func main() {
 		caHook(os.Args[2:], os.Stdin)
 		return
 	}
+	if len(os.Args) > 1 && os.Args[1] == "ca-repair" {
+		os.Exit(caRepair(os.Args[2:]))
+	}
 	// The iptables tools are in these directories, and not every runtime has them in its PATH.
 	_ = os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin")
 	skel.PluginMainFuncs(

@@ -2,6 +2,7 @@ package truststore
 
 import (
 	"bytes"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"os"
@@ -9,6 +10,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/truststore"
@@ -76,23 +79,32 @@ func TestHookGivesUp(t *testing.T) {
 	}
 }
 
-// TestFallbackBundle: the file that environment variables name gets the roots of the image and the CA.
+// TestFallbackBundle: the file that environment variables name is the image's own bundle, also after
+// update-ca-certificates has added a CA of the user's own.
 func TestFallbackBundle(t *testing.T) {
 	ca := newAuthority(t)
 	c := newContainer(t, "/")
-	const fallback = "/var/lib/fallback/ca.pem"
+	const folder, fallback = "/.sluice-ca/roots", "/.sluice-ca/roots/bundle.crt"
 	c.write(fallback, string(ca.pem))
+	mount(t, filepath.Join(c.root, folder), filepath.Join(c.root, folder), "", unix.MS_BIND, "")
 	report := c.hook(ca.pem, "--bundle", fallback)
-	t.Cleanup(func() { testbed.Run(t, "umount", filepath.Join(c.root, fallback)) })
-	if report.State != truststore.Trusted {
+	t.Cleanup(func() { testbed.Run(t, "umount", filepath.Join(c.root, folder)) })
+	if report.State != truststore.Trusted || len(report.CA) != 1 {
 		t.Errorf("got %+v", report)
 	}
-	own, err := os.ReadFile(filepath.Join(c.root, "/etc/ssl/certs/ca-certificates.crt"))
+	_, company := issue(t, "The company's CA", nil, nil)
+	companyPEM := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: company.Raw})
+	if !c.has("update-ca-certificates") {
+		t.Fatal("update-ca-certificates is missing on this machine (package ca-certificates)")
+	}
+	c.write("/usr/local/share/ca-certificates/company.crt", string(companyPEM))
+	if out, err := c.command(nil, "update-ca-certificates").CombinedOutput(); err != nil {
+		t.Fatalf("update-ca-certificates: %v\n%s", err, out)
+	}
+	got, err := c.command(nil, "cat", fallback).Output()
 	c.must(err)
-	got, err := os.ReadFile(filepath.Join(c.root, fallback))
-	c.must(err)
-	if !bytes.Equal(got, own) || !bytes.Contains(got, ca.pem) {
-		t.Errorf("the fallback is not the image's bundle with the CA: %d and %d bytes", len(got), len(own))
+	if !bytes.Contains(got, companyPEM) || !bytes.Contains(got, ca.pem) || bytes.Count(got, []byte("BEGIN")) < 50 {
+		t.Errorf("the fallback lacks the user's CA, the proxy's or the image's: %d bytes", len(got))
 	}
 }
 

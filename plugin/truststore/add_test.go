@@ -3,9 +3,14 @@ package truststore
 import (
 	"bytes"
 	"crypto/x509/pkix"
+	"errors"
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -287,31 +292,139 @@ func TestVolumeIsNotWritten(t *testing.T) {
 	}
 }
 
+// withFallback mounts a folder with a fallback, as the runtime does, and returns the options for it.
+func withFallback(t *testing.T, root, contents string) Options {
+	t.Helper()
+	const folder, name = "/.sluice-ca", "/.sluice-ca/roots/bundle.crt"
+	node := tree(t, map[string]string{"/roots/bundle.crt": contents})
+	mount(t, node, filepath.Join(root, folder), "", unix.MS_BIND, "")
+	t.Cleanup(func() { unmountAll(t, root, "/.sluice-ca/roots") })
+	return Options{Fallback: name}
+}
+
 func TestFallback(t *testing.T) {
-	image, ca := caNamed(t, "image"), caNamed(t, "proxy")
-	const fallback = "/run/sluice/bundle.pem"
+	image, ca, company := caNamed(t, "image"), caNamed(t, "proxy"), caNamed(t, "company")
+	roots := string(image) + string(ca)
+	folder := map[string]string{"/.sluice-ca/": ""}
+	withBundle := map[string]string{"/.sluice-ca/": "", debianBundle: string(image)}
+
 	t.Run("the image has a bundle", func(t *testing.T) {
-		root := tree(t, map[string]string{debianBundle: string(image), fallback: string(ca)})
-		report := addWith(t, root, ca, Options{Fallback: fallback})
-		t.Cleanup(func() { unmountAll(t, root, fallback) })
+		root := tree(t, withBundle)
+		options := withFallback(t, root, roots)
+		report := addWith(t, root, ca, options)
 		wantState(t, report, Trusted)
-		wantAction(t, report, fallback, Bound)
-		wantCertificates(t, read(t, root, fallback), image, ca)
+		wantAction(t, report, options.Fallback, Linked)
+		wantCertificates(t, read(t, root, options.Fallback), image, ca)
+
+		// As update-ca-certificates does, with a CA of the user's own.
+		own := filepath.Join(root, debianBundle)
+		more := string(image) + string(ca) + string(company)
+		if err := errors.Join(os.WriteFile(own+".new", []byte(more), 0o644), os.Rename(own+".new", own)); err != nil {
+			t.Fatal(err)
+		}
+		wantCertificates(t, read(t, root, options.Fallback), image, ca, company)
+		wantAction(t, addWith(t, root, ca, options), options.Fallback, Present)
+		if err := os.Remove(filepath.Join(root, "/.sluice-ca/roots/bundle.crt")); !errors.Is(err, unix.EROFS) {
+			t.Errorf("removing the link: got %v, want EROFS", err)
+		}
 	})
 	t.Run("the root is read-only", func(t *testing.T) {
-		root := tree(t, map[string]string{debianBundle: string(image), fallback: string(ca)})
+		root := tree(t, withBundle)
 		readOnly(t, root)
-		t.Cleanup(func() { unmountAll(t, root, fallback, debianBundle) })
-		report := addWith(t, root, ca, Options{Fallback: fallback})
+		options := withFallback(t, root, roots)
+		t.Cleanup(func() { unmountAll(t, root, debianBundle) })
+		report := addWith(t, root, ca, options)
 		wantAction(t, report, debianBundle, Bound)
-		wantAction(t, report, fallback, Bound)
-		wantCertificates(t, read(t, root, fallback), image, ca)
+		wantAction(t, report, options.Fallback, Linked)
+		wantCertificates(t, read(t, root, options.Fallback), image, ca)
+	})
+	t.Run("the bundle has gone since", func(t *testing.T) {
+		root := tree(t, withBundle)
+		options := withFallback(t, root, roots)
+		addWith(t, root, ca, options)
+		if err := os.Remove(filepath.Join(root, debianBundle)); err != nil {
+			t.Fatal(err)
+		}
+		report := addWith(t, root, ca, options)
+		wantState(t, report, Trusted)
+		wantAction(t, report, options.Fallback, Present)
+		wantCertificates(t, read(t, root, options.Fallback), image, ca)
 	})
 	t.Run("the image has none", func(t *testing.T) {
-		root := tree(t, map[string]string{fallback: string(ca)})
-		wantState(t, addWith(t, root, ca, Options{Fallback: fallback}), FilesOnly)
-		wantCertificates(t, read(t, root, fallback), ca)
+		root := tree(t, folder)
+		options := withFallback(t, root, roots)
+		report := addWith(t, root, ca, options)
+		wantState(t, report, Trusted)
+		wantAction(t, report, options.Fallback, Present)
 	})
+	t.Run("the image has none and the fallback lacks the CA", func(t *testing.T) {
+		root := tree(t, folder)
+		options := withFallback(t, root, string(image))
+		report := addWith(t, root, ca, options)
+		wantState(t, report, Unknown)
+		wantAction(t, report, options.Fallback, Failed)
+	})
+	t.Run("a store fails", func(t *testing.T) {
+		root := tree(t, map[string]string{"/.sluice-ca/": "", debianBundle: "-----BEGIN CERTIFICATE-----\n"})
+		options := withFallback(t, root, roots)
+		report := addWith(t, root, ca, options)
+		wantState(t, report, FilesOnly)
+		wantAction(t, report, debianBundle, Failed)
+		wantCertificates(t, read(t, root, options.Fallback), image, ca)
+	})
+	t.Run("no mount", func(t *testing.T) {
+		root := tree(t, map[string]string{debianBundle: string(image), "/.sluice-ca/roots/bundle.crt": roots})
+		report := addWith(t, root, ca, Options{Fallback: "/.sluice-ca/roots/bundle.crt"})
+		wantState(t, report, Trusted)
+		wantAction(t, report, "/.sluice-ca/roots/bundle.crt", Failed)
+		wantCertificates(t, read(t, root, "/.sluice-ca/roots/bundle.crt"), image, ca)
+	})
+}
+
+// TestEnter: a store on a read-only root of another mount namespace is bound there.
+func TestEnter(t *testing.T) {
+	image, first, second := caNamed(t, "image"), caNamed(t, "root 1"), caNamed(t, "root 2")
+	root := tree(t, map[string]string{debianBundle: string(image)})
+	readOnly(t, root)
+	cmd := exec.Command("/bin/sleep", "1000")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait() // killed
+	})
+	process := fmt.Sprintf("/proc/%d", cmd.Process.Pid)
+	namespace, err := os.Open(process + "/ns/mnt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = namespace.Close() }) // only read
+	enter := Options{Enter: func() error {
+		return errors.Join(unix.Unshare(unix.CLONE_FS), unix.Setns(int(namespace.Fd()), unix.CLONE_NEWNS))
+	}}
+	inside := process + "/root" + root
+	for _, ca := range [][]byte{first, second} { // the second run takes the mount of the first away
+		report := addWith(t, inside, ca, enter)
+		wantAction(t, report, debianBundle, Bound)
+		wantCertificates(t, read(t, inside, debianBundle), image, ca)
+	}
+	wantCertificates(t, read(t, root, debianBundle), image)
+	mounts, err := os.ReadFile(process + "/mountinfo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := strings.Count(string(mounts), filepath.Join(root, debianBundle)); n != 1 {
+		t.Errorf("got %d mounts over the bundle, want 1", n)
+	}
+	want, err := Fingerprints(second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := addWith(t, inside, second, enter).CA; !slices.Equal(got, want) {
+		t.Errorf("got the fingerprints %v, want %v", got, want)
+	}
 }
 
 // TestPresentInTheImage: a CA that the image has is neither added nor, later, removed.

@@ -1,12 +1,11 @@
 package truststore
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
+	"strconv"
 
 	"golang.org/x/sys/unix"
 )
@@ -26,7 +25,7 @@ func (r *root) mountOver(p *place, old *os.File, info unix.Statx_t, contents cha
 		err = inherit(f, old, info)
 	}
 	if err == nil {
-		err = mountFile(f, p)
+		err = r.mountFile(f, p)
 	}
 	if err != nil {
 		return fmt.Errorf("mounting over %s: %w", p.path, err)
@@ -87,8 +86,8 @@ func (r *root) mayKeepScratch(dir *os.File) error {
 }
 
 // mountFile mounts a file over the one at a place.
-func mountFile(f *os.File, p *place) error {
-	if err := unmountOurs(p); err != nil {
+func (r *root) mountFile(f *os.File, p *place) error {
+	if err := r.unmountOurs(p); err != nil {
 		return err
 	}
 	target, err := openNoFollow(p.dir, p.name, unix.O_PATH)
@@ -111,7 +110,7 @@ func mountFile(f *os.File, p *place) error {
 
 // unmountOurs takes away the mount of an earlier run, which is known by its file that has no name any more: the kernel
 // mounts nothing over such a file (ENOENT).
-func unmountOurs(p *place) error {
+func (r *root) unmountOurs(p *place) error {
 	target, err := openNoFollow(p.dir, p.name, unix.O_PATH)
 	if err != nil {
 		return err
@@ -121,8 +120,21 @@ func unmountOurs(p *place) error {
 	if err != nil || info.Nlink > 0 {
 		return err
 	}
-	if err := unix.Unmount(fmt.Sprintf("%s/%d", descriptors, target.Fd()), unix.MNT_DETACH); err != nil {
-		return &fs.PathError{Op: "unmount", Path: p.path, Err: err}
+	return r.unmount(target)
+}
+
+// unmount takes away the mount that an open file is the root of. umount2(2) takes a path only, and the one of a
+// descriptor must not start at a /proc of the container: the thread works in the folder of descriptors.
+func (r *root) unmount(target *os.File) error {
+	err := unix.Unshare(unix.CLONE_FS)
+	if err == nil {
+		err = unix.Fchdir(int(r.descriptors.Fd()))
+	}
+	if err == nil {
+		err = unix.Unmount(strconv.Itoa(int(target.Fd())), unix.MNT_DETACH)
+	}
+	if err != nil {
+		return &fs.PathError{Op: "unmount", Path: target.Name(), Err: err}
 	}
 	return nil
 }
@@ -133,42 +145,6 @@ func attach(mount, target *os.File) error {
 		unix.MOVE_MOUNT_F_EMPTY_PATH|unix.MOVE_MOUNT_T_EMPTY_PATH)
 	if err != nil {
 		return &fs.PathError{Op: "move_mount", Path: target.Name(), Err: err}
-	}
-	return nil
-}
-
-// mountFallback mounts the container's own bundle, which has the CA, over the fallback, so that the programs that an
-// environment variable leads to the fallback trust the roots of the image as well.
-func (r *run) mountFallback(ctx context.Context, own *place) {
-	if own == nil {
-		return // the fallback stays as it is
-	}
-	err := r.tryMountFallback(ctx, own)
-	r.note(r.options.Fallback, Fallback, Bound, err)
-}
-
-func (r *run) tryMountFallback(ctx context.Context, own *place) error {
-	target, err := r.root.locate(r.options.Fallback)
-	if err != nil {
-		return err
-	}
-	defer target.close()
-	f, err := r.root.openRegular(own)
-	if err != nil {
-		return err
-	}
-	defer func() { _ = f.Close() }() // the mount keeps the file
-	info, err := statFD(f)
-	if err != nil {
-		return err
-	}
-	if info.Nlink == 0 { // a changed copy: the kernel mounts a file without a name only once
-		return r.root.mountOver(target, f, info, func(w io.Writer) error {
-			return copyWithout(ctx, w, f, int64(info.Size), nil)
-		})
-	}
-	if err := mountFile(f, target); err != nil {
-		return fmt.Errorf("mounting %s over %s: %w", own.path, target.path, err)
 	}
 	return nil
 }

@@ -27,6 +27,13 @@
 //   - A store on another mount than the root, such as a volume, is never written, because others may share it. The
 //     changed copy is mounted over it.
 //
+// # The fallback
+//
+// An image without a store is served by environment variables, such as SSL_CERT_FILE, that name a file on a mount from
+// the node: public roots and the CA. Those variables replace the roots of a client, so in an image that has a bundle
+// they must lead to it, with the certificates that its user adds later. There a link to the bundle takes the place of
+// the file (fallback.go).
+//
 // A line of comment before each certificate, a name or an alias marks the certificates that are ours (marker,
 // namePrefix). A later run keeps those that are still wanted, and removes the others: that is how a CA is rotated.
 // A container that already trusts the CA, from its image or from an earlier run, is not changed.
@@ -46,7 +53,9 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
+	"strings"
 	"sync"
 )
 
@@ -71,6 +80,7 @@ type Action string
 const (
 	Appended Action = "appended" // written into the container's own file or folder
 	Bound    Action = "bound"    // a changed copy is mounted over the store
+	Linked   Action = "linked"   // the fallback is a link to the container's own bundle
 	Present  Action = "present"  // the store had them already
 	Failed   Action = "failed"
 )
@@ -80,10 +90,11 @@ type State string
 
 // The states.
 const (
-	// Trusted: every store that was found has the CA.
+	// Trusted: every store that was found has the CA. Where there is none, the fallback has it: only clients that read
+	// it, and clients with roots of their own, exist there.
 	Trusted State = "trusted"
-	// FilesOnly: a store does not have the CA, or there is none. Clients that use the files which environment variables
-	// name trust the CA; others may not.
+	// FilesOnly: a store does not have the CA. Clients that use another store, or the files which environment variables
+	// name, trust the CA; others may not.
 	FilesOnly State = "files-only"
 	// Unknown: the stores were not all looked at, or there is neither a store nor a fallback.
 	Unknown State = "unknown"
@@ -99,8 +110,10 @@ type Store struct {
 
 // Report is the outcome of Add.
 type Report struct {
-	State  State   `json:"state"`
-	Stores []Store `json:"stores"`
+	State State `json:"state"`
+	// CA are the fingerprints of the certificates that were to be added (see Fingerprints).
+	CA     []string `json:"ca,omitempty"`
+	Stores []Store  `json:"stores"`
 	// Unsearched says why the search for certifi ended before it had seen all folders, if it did.
 	Unsearched string `json:"unsearched,omitempty"`
 	// Error is the error that ended the run early.
@@ -109,9 +122,13 @@ type Report struct {
 
 // Options are the optional parts of Add.
 type Options struct {
-	// Fallback is a file in the container, usually on a read-only mount, that environment variables such as
-	// SSL_CERT_FILE name. The container's own bundle, with the CA, is mounted over it if there is one.
+	// Fallback is a file in the container, on a read-only mount, that environment variables such as SSL_CERT_FILE name:
+	// public roots and the CA. If the container has a bundle of its own, a link to the bundle takes the place of the
+	// file. The file must be the only one in its folder, which is mounted over.
 	Fallback string
+	// Enter, if it is not nil, moves the calling thread into the container's mount namespace, where mounts can be made.
+	// It is called when the root is open. The thread ends with the work.
+	Enter func() error
 }
 
 // Add makes the trust stores of the file system at rootPath contain the certificates in caPEM, and no others that an
@@ -125,6 +142,7 @@ func Add(ctx context.Context, rootPath string, caPEM []byte, options Options) Re
 	go func() {
 		defer close(done)
 		defer run.recoverPanic()
+		runtime.LockOSThread() // for ever: neither its mount namespace nor its working directory is the process's
 		if err := run.add(ctx, rootPath, caPEM); err != nil {
 			run.fail(err)
 		}
@@ -154,10 +172,18 @@ func (r *run) add(ctx context.Context, rootPath string, caPEM []byte) (err error
 	if r.wanted, err = parseCA(caPEM); err != nil {
 		return err
 	}
+	r.mu.Lock()
+	r.report.CA = fingerprints(r.wanted)
+	r.mu.Unlock()
 	if r.root, err = openRoot(rootPath); err != nil {
 		return err
 	}
 	defer r.root.close()
+	if r.options.Enter != nil {
+		if err := r.options.Enter(); err != nil {
+			return err
+		}
+	}
 
 	r.former = r.formerAnchors()
 	r.addAnchors()
@@ -183,7 +209,7 @@ func (r *run) add(ctx context.Context, rootPath string, caPEM []byte) (err error
 		r.addFile(ctx, path, Certifi, seen).close()
 	}
 	if r.options.Fallback != "" {
-		r.mountFallback(ctx, own)
+		r.addFallback(ctx, own)
 	}
 	own.close()
 	r.mu.Lock()
@@ -275,27 +301,29 @@ func (r *run) result() Report {
 	defer r.mu.Unlock()
 	report := r.report
 	report.Stores = append([]Store{}, r.report.Stores...)
-	report.State = report.state(r.options.Fallback != "")
+	report.State = report.state()
 	return report
 }
 
-// state derives the state of the container. An anchor is no store that clients read, and the fallback is none of the
-// container's own.
-func (r *Report) state(fallback bool) State {
-	stores, failed := 0, 0
+// state derives the state of the container. An anchor is no store that clients read.
+func (r *Report) state() State {
+	stores, failed, fallback := 0, 0, false
 	for _, s := range r.Stores {
-		if s.Kind == Anchor || s.Kind == Fallback {
-			continue
-		}
-		stores++
-		if s.Action == Failed {
-			failed++
+		switch s.Kind {
+		case Anchor:
+		case Fallback:
+			fallback = s.Action != Failed
+		default:
+			stores++
+			if s.Action == Failed {
+				failed++
+			}
 		}
 	}
 	switch {
 	case r.Error != "":
 		return Unknown
-	case stores > 0 && failed == 0:
+	case failed == 0 && (stores > 0 || fallback):
 		return Trusted
 	case stores > failed || fallback:
 		return FilesOnly
@@ -393,6 +421,22 @@ func unique(certificates []certificate) []certificate {
 // isWanted reports whether a certificate is one of those to be added.
 func (r *run) isWanted(f fingerprint) bool {
 	return slices.ContainsFunc(r.wanted, func(c certificate) bool { return c.fingerprint == f })
+}
+
+// Fingerprints returns the fingerprints of the certificates in caPEM: the SHA-256 of each, as hexadecimal digits,
+// sorted. The error is that of Add with the same certificates.
+func Fingerprints(caPEM []byte) ([]string, error) {
+	certificates, err := parseCA(caPEM)
+	return fingerprints(certificates), err
+}
+
+func fingerprints(certificates []certificate) []string {
+	var found []string
+	for _, c := range certificates {
+		found = append(found, fmt.Sprintf("%x", c.fingerprint))
+	}
+	slices.SortFunc(found, strings.Compare)
+	return found
 }
 
 // certificateIn returns the one certificate in a file of ours.

@@ -1,0 +1,107 @@
+package trust
+
+import (
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/containerd/nri/pkg/api"
+)
+
+// variable is an environment variable that names a file with certificates.
+type variable struct {
+	name, path string
+	// unless is a variable of a container that would lose its effect, if there is one.
+	unless string
+}
+
+// variables are the variables for clients that read no trust store of the container, or one that is made after the
+// container has started. The first two add to a client's own roots. The others replace them: they name the bundle,
+// which is the container's own where it has one.
+//
+// Others are left out on purpose. curl reads SSL_CERT_FILE, pip and botocore read REQUESTS_CA_BUNDLE, so CURL_CA_BUNDLE,
+// PIP_CERT and AWS_CA_BUNDLE would add nothing. GIT_SSL_CAINFO and CARGO_HTTP_CAINFO would override a setting of the
+// user in git's or cargo's configuration.
+var variables = []variable{
+	{name: "NODE_EXTRA_CA_CERTS", path: CAPath},                              // Node.js has roots of its own
+	{name: "DENO_CERT", path: CAPath},                                        // so has Deno
+	{name: "SSL_CERT_FILE", path: BundlePath, unless: "SSL_CERT_DIR"},        // no store; httpx, uv and others
+	{name: "REQUESTS_CA_BUNDLE", path: BundlePath, unless: "CURL_CA_BUNDLE"}, // certifi in a new virtual environment
+}
+
+// hookCommand is the first argument of the hook.
+const hookCommand = "ca-hook"
+
+// hookSeconds is the time after which the runtime ends the hook. The hook itself ends after a second.
+const hookSeconds = 2
+
+// adjustment returns the additions to a container of a wanted pod. What is there already stays: another sluiced may have
+// added it, and the runtime does not create a container for which two plugins want the same.
+func (t *Trust) adjustment(c *api.Container) *api.ContainerAdjustment {
+	adjust := &api.ContainerAdjustment{}
+	if t.hookIsThere() && !hasHook(c) {
+		adjust.AddHooks(&api.Hooks{CreateContainer: []*api.Hook{t.hook(c.GetId())}})
+	}
+	source := t.files.folder()
+	mounted := mountAt(c, MountPath)
+	if info, err := os.Stat(source); err != nil || !info.IsDir() {
+		return adjust // the runtime would not create the container
+	}
+	if mounted == nil {
+		adjust.AddMount(&api.Mount{
+			Destination: MountPath, Type: "bind", Source: source,
+			Options: []string{"rbind", "ro", "rprivate", "nosuid", "nodev", "noexec"},
+		})
+	} else if mounted.GetSource() != source {
+		return adjust
+	}
+	has := environment(c)
+	for _, v := range variables {
+		if !has[v.name] && (v.unless == "" || !has[v.unless]) && t.files.has(v.path) {
+			adjust.AddEnv(v.name, v.path)
+		}
+	}
+	return adjust
+}
+
+// hookIsThere reports whether the plugin can be run.
+func (t *Trust) hookIsThere() bool {
+	info, err := os.Stat(t.config.Plugin)
+	return err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0
+}
+
+func (t *Trust) hook(containerID string) *api.Hook {
+	return &api.Hook{
+		Path: t.config.Hook,
+		Args: []string{
+			t.config.Hook, hookCommand, "--ca", t.files.caPEM(), "--report", t.files.report(containerID),
+			"--bundle", BundlePath,
+		},
+		Timeout: api.Int(hookSeconds),
+	}
+}
+
+func hasHook(c *api.Container) bool {
+	return slices.ContainsFunc(c.GetHooks().GetCreateContainer(), func(h *api.Hook) bool {
+		return len(h.GetArgs()) > 1 && h.GetArgs()[1] == hookCommand
+	})
+}
+
+func mountAt(c *api.Container, destination string) *api.Mount {
+	for _, m := range c.GetMounts() {
+		if m.GetDestination() == destination {
+			return m
+		}
+	}
+	return nil
+}
+
+// environment returns the names of a container's variables.
+func environment(c *api.Container) map[string]bool {
+	names := make(map[string]bool)
+	for _, entry := range c.GetEnv() {
+		name, _, _ := strings.Cut(entry, "=")
+		names[name] = true
+	}
+	return names
+}

@@ -1,0 +1,187 @@
+// Package trust makes the containers of captured pods trust the CA of the node's proxy. It is a plugin of the container
+// runtime (NRI, github.com/containerd/nri).
+//
+//	t, err := trust.New(trust.Config{CAFile: …, Dir: "/run/sluice/trust", Hook: …, Plugin: …, Wanted: …, Log: …})
+//	go t.Run(ctx)
+//	t.Ready(ctx, sandboxID)  // before the pod's gate opens
+//	t.State(sandboxID)       // for the status, and for the proxy
+//
+// # A container that is created
+//
+// The runtime asks about each container (adjust.go). One of a wanted pod gets:
+//
+//   - an OCI hook, `sluice ca-hook`, which adds the CA to the container's own trust stores (plugin/truststore)
+//   - a read-only mount of a folder with the CA, and with public roots and the CA (ca.go)
+//   - environment variables that name those files, where the container has none of the same names
+//
+// Other containers get nothing. The runtime does without an answer when this process is absent, or hangs for two
+// seconds: the container is created without the CA.
+//
+// # A container that runs
+//
+// After a connect the runtime names all containers. The hook has left a report of each that it has seen; the report has
+// a fingerprint of the CA. A container of a wanted pod without a report about the current CA is repaired (repair.go): a
+// process enters its mount namespace and does the work of the hook. The environment and the mounts cannot be changed
+// any more.
+//
+// # Two daemons
+//
+// During an upgrade both are plugins of the runtime. It asks one after the other, and shows to the second the container
+// as the first has changed it. Neither adds a variable, a mount or a hook that is there already, so they never
+// conflict: the runtime would not create the container then.
+package trust
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// DefaultSocket is the socket at which runtimes serve NRI plugins.
+const DefaultSocket = "/var/run/nri/nri.sock"
+
+// Config is the configuration of a Trust.
+type Config struct {
+	// Socket is the runtime's socket for NRI plugins; empty: DefaultSocket.
+	Socket string
+	// CAFile has the CA certificates in PEM, and no keys. It may appear and change at any time.
+	CAFile string
+	// Dir is a folder for the files of this package. It has the same path on the host and for this process, because the
+	// runtime mounts from it.
+	Dir string
+	// Hook is the path of the plugin binary (plugin/) on the host.
+	Hook string
+	// Plugin is the path of the same file for this process. No hook is added while the file is missing: the runtime
+	// would not start the container.
+	Plugin string
+	// Proc is the folder of the host's processes; empty: /proc.
+	Proc string
+	// Wanted reports whether the containers of a sandbox are to trust the CA. It must not block.
+	Wanted func(sandboxID string) bool
+	// Changed, if it is not nil, is called after the state of a container in a sandbox may have changed. It must not
+	// block.
+	Changed func(sandboxID string)
+	Log     *slog.Logger
+}
+
+// Container is the state of a container that runs.
+type Container struct {
+	ID    string           `json:"id"`
+	Name  string           `json:"name"`
+	State truststore.State `json:"state"`
+	// Note is the reason for another state than trusted, or a restriction of it.
+	Note string `json:"note,omitempty"`
+}
+
+// Pod is the state of a pod's containers.
+type Pod struct {
+	// State is the worst of the containers' states, and unknown if no container runs.
+	State truststore.State `json:"state"`
+	// Note says why nothing is known about the containers, if that is so.
+	Note       string      `json:"note,omitempty"`
+	Containers []Container `json:"containers,omitempty"`
+}
+
+// Trust makes the containers of wanted pods trust the CA.
+type Trust struct {
+	config  Config
+	files   *files
+	repairs chan struct{} // a token for each repair that runs
+
+	settleOnce sync.Once
+	settled    chan struct{} // closed when the containers are known, or are not going to be soon
+
+	mu         sync.Mutex // guards the fields below, and the fields of the containers
+	ca         ca
+	known      bool   // the runtime has named its containers
+	problem    string // the reason why it has not
+	containers map[string]*container
+}
+
+const (
+	// maxRepairs bounds the repairs at the same time.
+	maxRepairs = 2
+	// settleTime bounds the wait for the runtime after the start.
+	settleTime = 3 * time.Second
+)
+
+// New checks the configuration. Run does the work.
+func New(config Config) (*Trust, error) {
+	if config.Socket == "" {
+		config.Socket = DefaultSocket
+	}
+	if config.Proc == "" {
+		config.Proc = "/proc"
+	}
+	for name, path := range map[string]string{"CAFile": config.CAFile, "Dir": config.Dir, "Hook": config.Hook} {
+		if !filepath.IsAbs(path) {
+			return nil, fmt.Errorf("trust: %s %q is not an absolute path", name, path)
+		}
+	}
+	if config.Wanted == nil || config.Log == nil {
+		return nil, errors.New("trust: Wanted and Log are needed")
+	}
+	return &Trust{
+		config: config, files: newFiles(config.CAFile, config.Dir, config.Log),
+		repairs: make(chan struct{}, maxRepairs), settled: make(chan struct{}),
+		problem: "the container runtime has not been asked yet", containers: make(map[string]*container),
+	}, nil
+}
+
+// Run serves the runtime and follows the CA until ctx ends. It returns nil: a node without NRI, or without a CA, is not
+// an error but a state.
+func (t *Trust) Run(ctx context.Context) error {
+	defer time.AfterFunc(settleTime, t.settle).Stop()
+	t.updateCA()
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { t.followCA(ctx); return nil })
+	group.Go(func() error { t.serveRuntime(ctx); return nil })
+	return group.Wait()
+}
+
+// settle lets Ready go on.
+func (t *Trust) settle() { t.settleOnce.Do(func() { close(t.settled) }) }
+
+// Ready returns when the running containers of the sandboxes have been looked at and, where necessary, repaired. If the
+// runtime does not name its containers within three seconds of the start, Ready does not wait for them. The error is
+// that of ctx. A pod that becomes wanted while its containers run needs a call of Ready.
+func (t *Trust) Ready(ctx context.Context, sandboxIDs ...string) error {
+	select {
+	case <-t.settled:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	for _, done := range t.checkSandboxes(sandboxIDs) {
+		select {
+		case <-done:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
+}
+
+// State returns the state of a pod's containers.
+func (t *Trust) State(sandboxID string) Pod {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.known {
+		return Pod{State: truststore.Unknown, Note: t.problem}
+	}
+	return t.podLocked(sandboxID)
+}
+
+// changed tells the caller that a pod's state may have changed.
+func (t *Trust) changed(sandboxID string) {
+	if t.config.Changed != nil {
+		t.config.Changed(sandboxID)
+	}
+}

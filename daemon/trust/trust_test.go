@@ -1,0 +1,243 @@
+package trust
+
+import (
+	"context"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/containerd/nri/pkg/api"
+
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// TestHookReport: the state of a container that starts is known before its process runs, by the hook's report.
+func TestHookReport(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		name, note string
+		report     truststore.State
+		equipped   bool
+	}{
+		{name: "trusted", report: truststore.Trusted, equipped: true},
+		{name: "without variables", report: truststore.Trusted, note: "until the container starts anew"},
+		{name: "one store failed", report: truststore.FilesOnly, equipped: true, note: "start it anew"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			s := newScene(t, "pod")
+			s.setCA(newCA(t, "proxy"))
+			r := s.newRuntime()
+			trust, _ := s.start()
+			r.waitFor(1)
+			s.wantState(trust, "pod", truststore.Unknown, "no container runs")
+			c := running("pod", 4242)
+			if !test.equipped {
+				c.Env = nil
+			}
+			s.write("run/reports/pod.json", s.report(s.ca, test.report))
+			r.begin(c)
+			s.wantState(trust, "pod", test.report, test.note)
+			if got := s.repaired(); got != "" {
+				t.Errorf("repaired: got %q, want no repair", got)
+			}
+			if s.changed["pod"] == 0 {
+				t.Error("Changed was not called")
+			}
+			s.must(r.RemoveContainer(t.Context(), &api.RemoveContainerRequest{Pod: &api.PodSandbox{Id: "pod"}, Container: c}))
+			s.wantState(trust, "pod", truststore.Unknown, "no container runs")
+			if _, err := os.Stat(s.path("run/reports/pod.json")); !os.IsNotExist(err) {
+				t.Errorf("the report of a container that is gone: got %v, want none", err)
+			}
+		})
+	}
+}
+
+// TestRepair: a container without a good report is repaired before Ready returns, whatever is wrong with the report.
+func TestRepair(t *testing.T) {
+	t.Parallel()
+	for name, report := range map[string]func(s *scene) string{
+		"none":             nil,
+		"of another CA":    func(s *scene) string { return s.report(newCA(s.t, "other"), truststore.Trusted) },
+		"with an error":    func(*scene) string { return `{"state":"unknown","error":"deadline exceeded"}` },
+		"that is no JSON":  func(*scene) string { return "{" },
+		"without contents": func(*scene) string { return "" },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newScene(t, "pod")
+			s.setCA(newCA(t, "proxy"))
+			s.must(os.Mkdir(s.path("run/reports"), 0o700))
+			s.write("run/reports/gone.json", "{}")
+			if report != nil {
+				s.write("run/reports/pod.json", report(s))
+			}
+			s.newRuntime(running("pod", 4242), running("other", 4343))
+			trust, _ := s.start()
+			s.ready(trust, "pod", "other")
+			s.wantState(trust, "pod", truststore.Trusted, "app")
+			s.wantState(trust, "other", truststore.Unknown, "not looked at")
+			if got := s.repaired(); got != "4242\n" {
+				t.Errorf("repaired: got %q, want the wanted pod's container", got)
+			}
+			if _, err := os.Stat(s.path("run/reports/gone.json")); !os.IsNotExist(err) {
+				t.Errorf("the report of a container that is gone: got %v, want none", err)
+			}
+			s.want("other") // its pod is labelled while it runs
+			s.ready(trust, "other")
+			s.wantState(trust, "other", truststore.Trusted, "app")
+		})
+	}
+}
+
+// TestFailedRepairs: a repair that fails, or hangs, leaves its own container unknown and the others trusted; two run at
+// a time.
+func TestFailedRepairs(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "fails", "says", "hangs", "a", "b", "c")
+	s.setCA(newCA(t, "proxy"))
+	s.plugin(`mkdir slot-$$
+set -- slot-*
+[ $# -le 2 ] || touch too-many
+case $pid in
+1) rmdir slot-$$; echo "sorry, not today" >&2; exit 1 ;;
+2) rmdir slot-$$; echo '{"state":"unknown","error":"no space left"}' >"$report"; exit ;;
+3) exec sleep 1000 ;;
+esac
+rmdir slot-$$`)
+	s.newRuntime(running("fails", 1), running("says", 2), running("hangs", 3), running("a", 4), running("b", 5),
+		running("c", 6))
+	trust, _ := s.start()
+	s.ready(trust, "fails", "says", "hangs", "a", "b", "c")
+	s.wantState(trust, "fails", truststore.Unknown, "sorry, not today")
+	s.wantState(trust, "says", truststore.Unknown, "no space left")
+	s.wantState(trust, "hangs", truststore.Unknown, "does not respond within 6s")
+	for _, id := range []string{"a", "b", "c"} {
+		s.wantState(trust, id, truststore.Trusted, "app")
+	}
+	if _, err := os.Stat(s.path("too-many")); err == nil {
+		t.Error("more than two repairs ran at a time")
+	}
+}
+
+// TestRotation: a changed CA reaches the files and the containers that run, and a file that is no CA changes nothing.
+func TestRotation(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "pod")
+	first, second := newCA(t, "first"), newCA(t, "second")
+	s.newRuntime(running("pod", 4242))
+	trust, stop := s.start()
+	s.ready(trust, "pod")
+	s.wantState(trust, "pod", truststore.Unknown, "ca.pem does not exist")
+	if _, err := os.Stat(s.path("run/ca.pem")); !os.IsNotExist(err) {
+		t.Errorf("the CA for the hook: got %v, want none", err)
+	}
+	trusted := func(ca []byte) func() bool {
+		return func() bool {
+			data, _ := os.ReadFile(s.path("run/reports/pod.json")) // none yet
+			return string(data) == s.report(ca, truststore.Trusted) && trust.State("pod").State == truststore.Trusted
+		}
+	}
+	s.setCA(first)
+	s.eventually("the first CA is trusted", trusted(first))
+	s.setCA(append([]byte("# a comment\n"), second...))
+	s.eventually("the second CA is trusted", trusted(second))
+	roots := s.read("roots.crt")
+	for name, want := range map[string]string{
+		"run/ca.pem": string(second), "run/files/ca.crt": string(second),
+		"run/files/roots/bundle.crt": roots + string(second),
+	} {
+		if got := s.read(name); got != want {
+			t.Errorf("%s: got %s, want %s", name, got, want)
+		}
+		info, err := os.Stat(s.path(name))
+		s.must(err)
+		if info.Mode().Perm() != 0o644 {
+			t.Errorf("%s: got the mode %o, want 644", name, info.Mode().Perm())
+		}
+	}
+	data, err := filepath.EvalSymlinks(s.path("ca/..data"))
+	s.must(err)
+	key := "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"
+	s.must(os.WriteFile(filepath.Join(data, "ca.pem"), []byte(key), 0o600))
+	s.must(os.WriteFile(s.path("ca/touched"), nil, 0o600))
+	s.eventually("the key is refused", func() bool { return s.log.count("PRIVATE KEY") == 1 })
+	s.wantState(trust, "pod", truststore.Trusted, "app")
+	stop()
+
+	s.must(os.Remove(s.path("ca/ca.pem"))) // and the next daemon still has the CA that the containers trust
+	next, _ := s.start()
+	s.ready(next, "pod")
+	s.wantState(next, "pod", truststore.Trusted, "app")
+}
+
+// TestReconnect: the runtime restarts, and has another list of containers then.
+func TestReconnect(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "pod", "later")
+	s.setCA(newCA(t, "proxy"))
+	r := s.newRuntime(running("pod", 4242))
+	trust, _ := s.start()
+	s.ready(trust, "pod")
+	r.crash()
+	s.eventually("the loss is said", func() bool { return s.log.count("is lost") == 1 })
+	s.wantState(trust, "pod", truststore.Trusted, "app")
+	s.newRuntime(running("later", 4343))
+	s.eventually("the new container is known", func() bool { return trust.State("later").State == truststore.Trusted })
+	s.wantState(trust, "pod", truststore.Unknown, "no container runs")
+	if lost, back := s.log.count("is lost"), s.log.count("connected to"); lost != 1 || back != 2 {
+		t.Errorf("got %d lines about the loss and %d about the connection, want 1 and 2", lost, back)
+	}
+}
+
+// TestNoRuntime: a node without NRI is said once, and nothing waits for it.
+func TestNoRuntime(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "pod")
+	s.setCA(newCA(t, "proxy"))
+	trust, _ := s.start()
+	s.ready(trust, "pod")
+	s.wantState(trust, "pod", truststore.Unknown, "enable NRI")
+	s.newRuntime(running("pod", 4242))
+	s.eventually("the container is repaired", func() bool { return trust.State("pod").State == truststore.Trusted })
+	if n := s.log.count("enable NRI"); n != 1 {
+		t.Errorf("got %d lines, want 1", n)
+	}
+}
+
+// TestSilentRuntime: a runtime that accepts the connection and says nothing holds Ready up for a bounded time.
+func TestSilentRuntime(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "pod")
+	l, err := net.Listen("unix", s.path("nri.sock"))
+	s.must(err)
+	t.Cleanup(func() { _ = l.Close() })
+	trust, _ := s.start()
+	early, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	if err := trust.Ready(early, "pod"); err == nil {
+		t.Error("Ready returned before the runtime was given time")
+	}
+	s.ready(trust, "pod")
+	s.wantState(trust, "pod", truststore.Unknown, "has not been asked yet")
+}
+
+func TestRefusedConfig(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	for want, change := range map[string]func(*Config){
+		"CAFile": func(c *Config) { c.CAFile = "" },
+		"Dir":    func(c *Config) { c.Dir = "run" },
+		"Hook":   func(c *Config) { c.Hook = "sluice" },
+		"Wanted": func(c *Config) { c.Wanted = nil },
+	} {
+		config := s.config()
+		change(&config)
+		if _, err := New(config); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v", want, err)
+		}
+	}
+}

@@ -1,0 +1,188 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// caRepairTimeout bounds the repair of a container whose file system hangs.
+const caRepairTimeout = 5 * time.Second
+
+const caRepairUsage = `usage: sluice ca-repair --pid PID --container ID --ca FILE --report FILE [--bundle FILE] [--proc FOLDER]
+
+Adds the CA certificates in FILE to the trust stores of a container that runs. sluiced calls it for containers that were
+created without the hook.
+
+`
+
+// caRepairArgs are the arguments of the repair.
+type caRepairArgs struct {
+	caHookArgs
+	proc      string
+	pid       int
+	container string
+}
+
+// caRepair repairs a container and returns the exit code. The report has the outcome; the code is 0 if it was written.
+func caRepair(args []string) int {
+	limitResources()
+	ctx, cancel := context.WithTimeout(context.Background(), caRepairTimeout)
+	defer cancel()
+	repair, err := parseCARepair(args)
+	if errors.Is(err, flag.ErrHelp) {
+		return 0
+	}
+	if err != nil {
+		logf("ca-repair: %s", err)
+		return 1
+	}
+	report := repair.run(ctx)
+	logReport("ca-repair", report)
+	if err := writeReport(repair.report, report); err != nil {
+		logf("ca-repair: %s", err)
+		return 1
+	}
+	return 0
+}
+
+func parseCARepair(args []string) (caRepairArgs, error) {
+	var repair caRepairArgs
+	flags := flag.NewFlagSet("ca-repair", flag.ContinueOnError)
+	flags.StringVar(&repair.proc, "proc", "/proc", "`FOLDER` of the host's processes")
+	flags.IntVar(&repair.pid, "pid", 0, "`PID` of the container's first process")
+	flags.StringVar(&repair.container, "container", "", "`ID` of the container")
+	flags.StringVar(&repair.ca, "ca", "", "`FILE` with the CA certificates in PEM")
+	flags.StringVar(&repair.report, "report", "", "`FILE` to write the report to, as JSON")
+	flags.StringVar(&repair.bundle, "bundle", "", bundleUsage)
+	flags.Usage = func() {
+		fmt.Fprint(flags.Output(), caRepairUsage)
+		flags.PrintDefaults()
+	}
+	if err := flags.Parse(args); err != nil {
+		return repair, fmt.Errorf("reading the arguments: %w", err)
+	}
+	if flags.NArg() > 0 {
+		return repair, fmt.Errorf("reading the arguments: unexpected argument %q", flags.Arg(0))
+	}
+	if repair.pid <= 0 || repair.container == "" || repair.ca == "" || repair.report == "" {
+		return repair, errors.New("reading the arguments: one of --pid, --container, --ca and --report is missing")
+	}
+	return repair, nil
+}
+
+// run adds the CA. An error is in the report.
+func (r caRepairArgs) run(ctx context.Context) truststore.Report {
+	failed := func(err error) truststore.Report {
+		return truststore.Report{State: truststore.Unknown, Error: err.Error()}
+	}
+	ca, err := readBounded(r.ca)
+	if err != nil {
+		return failed(fmt.Errorf("reading the CA: %w", err))
+	}
+	p, err := openProcess(r.proc, r.pid, r.container)
+	if err != nil {
+		return failed(err)
+	}
+	defer func() { _, _ = p.root.Close(), p.namespace.Close() }() // only looked through
+	root := fmt.Sprintf("/proc/self/fd/%d", p.root.Fd())
+	return truststore.Add(ctx, root, ca, truststore.Options{Fallback: r.bundle, Enter: p.enter})
+}
+
+// process is the first process of a container.
+type process struct {
+	root      *os.File
+	namespace *os.File // its mount namespace
+}
+
+// openProcess opens the process and checks that it belongs to the container. The folder of a process in /proc is bound
+// to it as a pidfd is: a later process with the same PID is not in it. Unlike pidfd_open(2) it does not need the PID
+// namespace of the host.
+func openProcess(proc string, pid int, container string) (process, error) {
+	name := filepath.Join(proc, strconv.Itoa(pid))
+	dir, err := os.OpenFile(name, unix.O_PATH|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return process{}, fmt.Errorf("opening the container's process: %w", err)
+	}
+	cgroups, err := readAt(dir, "cgroup")
+	if err != nil {
+		return process{}, fmt.Errorf("reading the container's cgroup: %w", err)
+	}
+	if !strings.Contains(cgroups, container) {
+		return process{}, fmt.Errorf("process %d is not in the cgroup of the container %s", pid, container)
+	}
+	if err := sameUsers(dir, proc); err != nil {
+		return process{}, err
+	}
+	namespace, err := openAt(dir, "ns/mnt", unix.O_RDONLY)
+	if err != nil {
+		return process{}, fmt.Errorf("opening the container's mount namespace: %w", err)
+	}
+	root, err := openAt(dir, "root", unix.O_PATH|unix.O_DIRECTORY)
+	if err != nil {
+		return process{}, fmt.Errorf("opening the container's root: %w", err)
+	}
+	return process{root: root, namespace: namespace}, nil
+}
+
+// sameUsers returns an error for a process in another user namespace. The files of its container belong to users that
+// this process cannot be: only a process with a single thread may change its user namespace, and no Go program is one.
+func sameUsers(dir *os.File, proc string) error {
+	var its, ours unix.Stat_t
+	if err := unix.Fstatat(int(dir.Fd()), "ns/user", &its, 0); err != nil {
+		return fmt.Errorf("looking at the container's user namespace: %w", err)
+	}
+	if err := unix.Stat(filepath.Join(proc, "self/ns/user"), &ours); err != nil {
+		return fmt.Errorf("looking at the user namespace of this process: %w", err)
+	}
+	if its.Ino != ours.Ino {
+		return errors.New("the container has a user namespace of its own and cannot be repaired: start it anew")
+	}
+	return nil
+}
+
+// enter moves the calling thread into the container's mount namespace. A thread that shares its root and its working
+// directory may not change its mount namespace.
+func (p process) enter() error {
+	if err := unix.Unshare(unix.CLONE_FS); err != nil {
+		return fmt.Errorf("entering the container: unsharing the working directory: %w", err)
+	}
+	if err := unix.Setns(int(p.namespace.Fd()), unix.CLONE_NEWNS); err != nil {
+		return fmt.Errorf("entering the container's mount namespace: %w", err)
+	}
+	return nil
+}
+
+func openAt(dir *os.File, name string, flags int) (*os.File, error) {
+	fd, err := unix.Openat(int(dir.Fd()), name, flags|unix.O_CLOEXEC, 0)
+	full := dir.Name() + "/" + name
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: full, Err: err}
+	}
+	return os.NewFile(uintptr(fd), full), nil
+}
+
+func readAt(dir *os.File, name string) (string, error) {
+	f, err := openAt(dir, name, unix.O_RDONLY)
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = f.Close() }() // only read
+	data, err := io.ReadAll(io.LimitReader(f, maxHookInput))
+	if err != nil {
+		return "", fmt.Errorf("reading %s: %w", f.Name(), err)
+	}
+	return string(data), nil
+}

@@ -1,0 +1,116 @@
+package truststore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path"
+
+	"golang.org/x/sys/unix"
+)
+
+// addFallback makes the fallback lead to the container's own bundle, or checks that the fallback itself has the CA. A
+// link leads to the bundle by name, so certificates that update-ca-certificates adds later are in it.
+func (r *run) addFallback(ctx context.Context, own *place) {
+	action, err := r.tryFallback(ctx, own)
+	r.note(r.options.Fallback, Fallback, action, err)
+}
+
+func (r *run) tryFallback(ctx context.Context, own *place) (Action, error) {
+	folder, name := path.Split(r.options.Fallback)
+	dir, err := r.root.openMount(folder)
+	if err != nil {
+		return Failed, err
+	}
+	defer func() { _ = dir.Close() }() // a descriptor that was only looked through
+	target, linked := readLink(dir, name)
+	if linked && own != nil && target == own.path {
+		return Present, nil
+	}
+	if linked { // by an earlier run, to a bundle that is gone
+		if err := r.root.unmount(dir); err != nil {
+			return Failed, err
+		}
+		return r.tryFallback(ctx, own)
+	}
+	if own == nil {
+		return Present, r.checkFallback(ctx)
+	}
+	return Linked, r.root.mountLink(dir, name, own.path)
+}
+
+// openMount opens a folder on another mount than the root.
+func (r *root) openMount(folder string) (*os.File, error) {
+	dir, err := r.openat2(folder, unix.O_PATH|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return nil, err
+	}
+	info, err := statFD(dir)
+	if err == nil && info.Mnt_id == r.mount {
+		err = fmt.Errorf("%s is not on a mount of its own", folder)
+	}
+	if err != nil {
+		return nil, errors.Join(err, dir.Close())
+	}
+	return dir, nil
+}
+
+// readLink returns the target of the link that an earlier run has made.
+func readLink(dir *os.File, name string) (target string, ok bool) {
+	buf := make([]byte, maxPath)
+	n, err := unix.Readlinkat(int(dir.Fd()), name, buf)
+	return string(buf[:max(n, 0)]), err == nil
+}
+
+// checkFallback checks that the fallback has the CA.
+func (r *run) checkFallback(ctx context.Context) error {
+	p, err := r.root.locate(r.options.Fallback)
+	if err != nil {
+		return err
+	}
+	defer p.close()
+	f, err := r.root.openRegular(p)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = f.Close() }() // only read
+	missing, err := r.changeOfBundle(ctx, f)
+	if err == nil && missing != nil {
+		err = errors.New("the fallback does not have the CA")
+	}
+	return err
+}
+
+// mountLink mounts a file system with nothing but a link over a folder.
+func (r *root) mountLink(dir *os.File, name, target string) error {
+	fsfd, err := unix.Fsopen("tmpfs", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return &fs.PathError{Op: "fsopen", Path: "tmpfs", Err: err}
+	}
+	system := os.NewFile(uintptr(fsfd), "tmpfs")
+	defer func() { _ = system.Close() }() // the mount keeps it
+	for _, option := range [][2]string{{"mode", "0755"}, {"size", "4k"}, {"nr_inodes", "2"}} {
+		if err := unix.FsconfigSetString(fsfd, option[0], option[1]); err != nil {
+			return &fs.PathError{Op: "fsconfig", Path: "tmpfs", Err: err}
+		}
+	}
+	if err := unix.FsconfigCreate(fsfd); err != nil {
+		return &fs.PathError{Op: "fsconfig", Path: "tmpfs", Err: err}
+	}
+	fd, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, mountFlags&^unix.MOUNT_ATTR_RDONLY)
+	if err != nil {
+		return &fs.PathError{Op: "fsmount", Path: "tmpfs", Err: err}
+	}
+	mount := os.NewFile(uintptr(fd), "tmpfs")
+	defer func() { _ = mount.Close() }() // attached or given up
+	if err := unix.Symlinkat(target, fd, name); err != nil {
+		return &fs.PathError{Op: "symlink", Path: name, Err: err}
+	}
+	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_RDONLY}
+	if err := unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &attr); err != nil {
+		return &fs.PathError{Op: "mount_setattr", Path: name, Err: err}
+	}
+	return attach(mount, dir)
+}
