@@ -41,11 +41,12 @@ test-mitmproxy: ## * Test protocols and failures with VERSIONS of mitmproxy; wri
 		-args -versions "$$had" -table $(CURDIR)/bin/mitmproxy/table.md; \
 	status=$$?; cat bin/mitmproxy/table.md; exit $$status
 
-trust-table: ## * Test which clients of which images trust the proxy's CA; write bin/images/table.md
+trust-table: build ## * Test which clients of which images trust the proxy's CA; write bin/images/table.md
 	integration/setup.sh trust-table
 	integration/images.sh install $(IMAGES)
 	@# The test binary is a client in each image, and so has to be static.
-	CGO_ENABLED=0 go test -count=1 -timeout 60m -run '^TestTable$$' ./integration/truststore \
+	CGO_ENABLED=0 SLUICE_TEST_BINARIES=$(CURDIR)/bin \
+	go test -count=1 -timeout 60m -run '^TestTable$$' ./integration/truststore \
 		-args -table $(CURDIR)/bin/images/table.md; \
 	status=$$?; cat bin/images/table.md; exit $$status
 

@@ -72,7 +72,7 @@ func (c *Container) Write(path, content string) {
 	full := filepath.Join(c.Root, path)
 	c.must(os.MkdirAll(filepath.Dir(full), 0o755))
 	c.must(os.RemoveAll(full))
-	c.must(os.WriteFile(full, []byte(content), 0o644)) //nolint:gosec // users of the container read it
+	c.must(os.WriteFile(full, []byte(content), 0o644))
 }
 
 // Bind mounts a file or a folder of the machine into the container, read-only.
@@ -87,7 +87,7 @@ func (c *Container) Prepare() {
 	c.tb.Helper()
 	config, err := json.Marshal(c.Spec)
 	c.must(err)
-	c.must(os.WriteFile(filepath.Join(c.dir, "config.json"), config, 0o644)) //nolint:gosec // as containerd does it
+	c.must(os.WriteFile(filepath.Join(c.dir, "config.json"), config, 0o644))
 }
 
 // Start starts the container. Its first process goes on until the test's end.

@@ -27,7 +27,7 @@ func NewSluiced(tb testbed.TB, plugin string, ca []byte) *Sluiced {
 	tb.Helper()
 	dir := tb.TempDir()
 	for _, folder := range []string{filepath.Dir(dir), dir} { // the root of a user namespace reads the files
-		if err := os.Chmod(folder, 0o755); err != nil { //nolint:gosec // as on a node
+		if err := os.Chmod(folder, 0o755); err != nil {
 			tb.Fatalf("the folder of the CA: %v", err)
 		}
 	}

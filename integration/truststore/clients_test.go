@@ -94,7 +94,8 @@ const (
 
 // urllib gets a URL with a context of Python's ssl.
 func urllib(context string) func(string) []string {
-	return code(debianPython, "-c", "import ssl, urllib.request as u; print(u.urlopen('%s', context="+context+").read())")
+	return code(debianPython, "-c",
+		"import ssl, urllib.request as u; print(u.urlopen('%s', context="+context+").read())")
 }
 
 // fetch is the program of JavaScript runtimes.
@@ -120,11 +121,7 @@ if ($page === false) {
 }
 echo $page;`
 
-var (
-	opensslDirectory = client{name: "openssl, a directory", needs: "/usr/bin/openssl", input: request,
-		args: sClient("-no-CAfile", "-no-CAstore", "-CApath", "/etc/ssl/certs")}
-	goGet = client{name: "Go", args: words(goFile, goCommand, "")}
-)
+var goGet = client{name: "Go", args: words(goFile, goCommand, "")}
 
 // clients are the clients of the table, in its order. Where two have the same program, or library, they look for roots
 // in different ways.
@@ -133,10 +130,12 @@ var clients = []client{
 	{name: "wget", needs: "/usr/bin/wget", args: words("/usr/bin/wget", "-q", "-O", "-", "")},
 	{name: "git", needs: "/usr/bin/git", args: words("/usr/bin/git", "ls-remote", "")},
 	{name: "apt", needs: "/usr/lib/apt/apt-helper", args: func(url string) []string {
-		return []string{"/usr/lib/apt/apt-helper", "-o", "Acquire::Retries=0", "download-file", url + "hello", "/tmp/apt"}
+		return []string{"/usr/lib/apt/apt-helper", "-o", "Acquire::Retries=0", "download-file",
+			url + "hello", "/tmp/apt"}
 	}},
 	{name: "aria2", needs: "/usr/bin/aria2c", args: func(url string) []string {
-		return []string{"/usr/bin/aria2c", "--no-conf", "--async-dns=false", "--dir=/tmp", "--allow-overwrite=true", url + "hello"}
+		return []string{"/usr/bin/aria2c", "--no-conf", "--async-dns=false", "--dir=/tmp",
+			"--allow-overwrite=true", url + "hello"}
 	}},
 	{name: "openssl s_client", needs: "/usr/bin/openssl", input: request, args: sClient()},
 	{name: "gnutls-cli", needs: "/usr/bin/gnutls-cli", input: request, word: "The certificate is trusted",
@@ -149,10 +148,12 @@ var clients = []client{
 		args: code(debianPython, "-c", "import requests; print(requests.get('%s').text)")},
 	{name: "requests", needs: venv + "python",
 		args: code(venv+"python", "-c", "import requests; print(requests.get('%s').text)")},
-	{name: "httpx", needs: venv + "python", args: code(venv+"python", "-c", "import httpx; print(httpx.get('%s').text)")},
+	{name: "httpx", needs: venv + "python",
+		args: code(venv+"python", "-c", "import httpx; print(httpx.get('%s').text)")},
 	{name: "aiohttp", needs: venv + "python", args: code(venv+"python", "-c", aiohttp)},
-	{name: "certifi", needs: venv + "python", args: code(venv+"python", "-c", "import certifi, ssl, urllib.request as u; "+
-		"print(u.urlopen('%s', context=ssl.create_default_context(cafile=certifi.where())).read())")},
+	{name: "certifi", needs: venv + "python", args: code(venv+"python", "-c",
+		"import certifi, ssl, urllib.request as u; "+
+			"print(u.urlopen('%s', context=ssl.create_default_context(cafile=certifi.where())).read())")},
 	{name: "pip", needs: venv + "python", args: code(venv+"python", "-m", "pip", "--no-cache-dir", "--retries=0",
 		"download", "--no-deps", "--dest=/tmp/pip", "hello", "--index-url=%ssimple")},
 	{name: "uv", needs: venv + "uv", args: code(venv+"uv", "pip", "install", "--no-cache",
@@ -163,7 +164,8 @@ var clients = []client{
 	{name: "Deno", needs: venv + "deno", args: code(venv+"deno", "eval", fetch),
 		env: []string{"DENO_DIR=/tmp/deno", "DENO_NO_UPDATE_CHECK=1"}},
 	{name: "Bun", needs: "/usr/local/bin/bun", args: code("/usr/local/bin/bun", "-e", fetch)},
-	{name: "Ruby", needs: "/usr/bin/ruby", args: words("/usr/bin/ruby", "-ropen-uri", "-e", "puts URI.open(ARGV[0]).read", "")},
+	{name: "Ruby", needs: "/usr/bin/ruby",
+		args: words("/usr/bin/ruby", "-ropen-uri", "-e", "puts URI.open(ARGV[0]).read", "")},
 	{name: "PHP's curl", needs: "/usr/bin/php", args: code("/usr/bin/php", "-r", phpCurl)},
 	{name: "PHP's streams", needs: "/usr/bin/php", args: code("/usr/bin/php", "-r", "echo file_get_contents('%s');")},
 	{name: "Perl's LWP", needs: "/usr/bin/lwp-request", args: words("/usr/bin/lwp-request", "")},

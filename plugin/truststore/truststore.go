@@ -31,9 +31,10 @@
 //
 // An image without a store is served by environment variables, such as SSL_CERT_FILE, that name a file on a mount from
 // the node: public roots and the CA. Programs that read no variables, such as wget, find it by a link at the place of
-// Debian's bundle, if the image has no bundle at all. Those variables replace the roots of a client, so in an image that has a bundle
-// they must lead to it, with the certificates that its user adds later. There a link to the bundle takes the place of
-// the file (fallback.go).
+// Debian's bundle, if the image has no bundle at all.
+//
+// Those variables replace the roots of a client, so in an image that has a bundle they must lead to it, with the
+// certificates that its user adds later. There a link to the bundle takes the place of the file (fallback.go).
 //
 // A line of comment before each certificate, a name or an alias marks the certificates that are ours (marker,
 // namePrefix). A later run keeps those that are still wanted, and removes the others: that is how a CA is rotated.
