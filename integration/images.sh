@@ -16,8 +16,8 @@ cargo_url=https://static.rust-lang.org/dist/$cargo.tar.xz
 cargo_sha256=e74edd2cf7d0f1f1383b4f00eb90c843750bc489e2ccf7214e6476678a907425
 bun_url=https://registry.npmjs.org/@oven/bun-linux-x64-baseline/-/bun-linux-x64-baseline-1.4.5.tgz
 bun_sha256=c18ff4130882eaa8209f0b3e66a202abd1e07a137f38a254d0b7431bc6a03827
-debian_packages="ca-certificates ca-certificates-java curl wget git openssl gnutls-bin aria2 nodejs ruby php-cli php-curl
-    libwww-perl python3-venv python3-requests"
+debian_packages="ca-certificates ca-certificates-java curl wget git openssl gnutls-bin aria2 nodejs ruby php-cli
+    php-curl libwww-perl python3-venv python3-requests"
 
 main() {
     case ${1-} in
