@@ -30,6 +30,7 @@ main() {
     exec 9>"$bin/.lock"
     flock 9
     rm -rf "$bin"/.new.* # of a run that was killed
+    echo "module images" >"$bin/go.mod" # keeps the Go files of the images out of ./...
     new=$(mktemp -d "$bin/.new.XXXXXX")
     log=$bin/install.log
     : >"$log"
