@@ -28,7 +28,7 @@ func benchTrust(b *bench) {
 	if b.short {
 		starts, rounds = 10, 2
 	}
-	s := &trustScene{b: b, sluiced: oci.NewSluiced(b.tb, filepath.Join(b.bin, "sluice"), b.newCA())}
+	s := &trustScene{b: b, sluiced: oci.NewSluiced(b.tb, b.tb.TempDir(), filepath.Join(b.bin, "sluice"), b.newCA())}
 	java := oci.Image{Layers: []string{s.debian()}}
 	pemAlone := oci.Image{Layers: []string{b.hiding("etc/ssl/certs/java"), s.debian()}}
 	for _, c := range []struct {

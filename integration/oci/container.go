@@ -1,7 +1,7 @@
 // Package oci runs containers by runc as a container runtime does that has sluiced as its NRI plugin:
 //
 //	c := oci.New(tb, oci.Image{Layers: layers}, "/bin/sleep", "60")
-//	c.Adjust(oci.NewSluiced(tb, plugin, ca).Adjustment(c))
+//	c.Adjust(oci.NewSluiced(tb, dir, plugin, ca).Adjustment(c))
 //	c.Start()
 //	out, err := c.Exec(nil, "", "curl", url)
 //

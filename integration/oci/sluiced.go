@@ -22,15 +22,10 @@ type Sluiced struct {
 	dir   string
 }
 
-// NewSluiced writes the files of the CA. plugin is the binary that has the hook.
-func NewSluiced(tb testbed.TB, plugin string, ca []byte) *Sluiced {
+// NewSluiced writes the files of the CA into a folder. plugin is the binary that has the hook. The root of a user
+// namespace must be able to reach both.
+func NewSluiced(tb testbed.TB, dir, plugin string, ca []byte) *Sluiced {
 	tb.Helper()
-	dir := tb.TempDir()
-	for _, folder := range []string{filepath.Dir(dir), dir} { // the root of a user namespace reads the files
-		if err := os.Chmod(folder, 0o755); err != nil {
-			tb.Fatalf("the folder of the CA: %v", err)
-		}
-	}
 	caFile := filepath.Join(dir, "ca.pem")
 	if err := os.WriteFile(caFile, ca, 0o600); err != nil {
 		tb.Fatalf("the CA: %v", err)

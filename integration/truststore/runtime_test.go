@@ -48,7 +48,13 @@ func adjust(s *oci.Sluiced, c *oci.Container, m mode) {
 
 func newSluiced(t *testing.T, ca authority) *oci.Sluiced {
 	t.Helper()
-	return oci.NewSluiced(t, filepath.Join(testbed.Binaries(t), "sluice"), ca.pem)
+	dir := t.TempDir()
+	for _, folder := range []string{filepath.Dir(dir), dir} { // both are the test's own, and for no other user
+		if err := os.Chmod(folder, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return oci.NewSluiced(t, dir, filepath.Join(testbed.Binaries(t), "sluice"), ca.pem)
 }
 
 // newIdle prepares a container with the test binary in it, whose first process does nothing.
