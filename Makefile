@@ -5,6 +5,7 @@ FUZZTIME ?= 20s
 FUZZRULESTIME ?= 1h
 # The last release of each version of mitmproxy, of each minor one of 12, and the development branch.
 VERSIONS ?= 8.1.1 9.0.1 10.4.2 11.1.3 12.0.1 12.1.2 12.2.3 12.3.1 main
+IMAGES := debian12 debian13 alpine rhel distroless bare
 
 # LDFLAGS sets the version. Go itself must not ask git for it: git refuses to read a clone that another user owns.
 export GOFLAGS := $(GOFLAGS) -buildvcs=false
@@ -15,7 +16,7 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test test-mitmproxy fuzz fuzz-rules bench lint manifests demo e2e bench-e2e e2e-kind \
+.PHONY: help build test test-mitmproxy trust-table fuzz fuzz-rules bench lint manifests demo e2e bench-e2e e2e-kind \
 	cluster-up cluster-down drill screenshot clean
 
 help: ## List the targets
@@ -40,6 +41,15 @@ test-mitmproxy: ## * Test protocols and failures with VERSIONS of mitmproxy; wri
 		-args -versions "$$had" -table $(CURDIR)/bin/mitmproxy/table.md; \
 	status=$$?; cat bin/mitmproxy/table.md; exit $$status
 
+trust-table: build ## * Test which clients of which images trust the proxy's CA; write bin/images/table.md
+	integration/setup.sh trust-table
+	integration/images.sh install $(IMAGES)
+	@# The test binary is a client in each image, and so has to be static.
+	CGO_ENABLED=0 SLUICE_TEST_BINARIES=$(CURDIR)/bin \
+	go test -count=1 -timeout 60m -run '^TestTable$$' ./integration/truststore \
+		-args -table $(CURDIR)/bin/images/table.md; \
+	status=$$?; cat bin/images/table.md; exit $$status
+
 fuzz: ## Run each fuzz target for FUZZTIME (default 20s)
 	@set -e; for file in $$(grep -rl --include='*_test.go' '^func Fuzz' $(GODIRS)); do \
 		for target in $$(sed -n 's/^func \(Fuzz[A-Za-z0-9_]*\)(.*/\1/p' $$file); do \
@@ -55,6 +65,7 @@ fuzz-rules: ## * Try for FUZZRULESTIME (default 1h) to get TCP out of captured p
 
 bench: build ## * Measure latency, throughput, ADD and memory against their budgets; write bin/bench.json
 	integration/setup.sh bench
+	integration/images.sh install debian13
 	go run ./integration/bench
 
 # The quick checks come first. Each script begins with a comment about its check, and its message says how to fix a

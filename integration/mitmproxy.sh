@@ -4,7 +4,10 @@
 set -euo pipefail
 
 usage="usage: $0 install VERSION…"
-bin=$(cd "$(dirname "$0")/.." && pwd)/bin/mitmproxy
+here=$(cd "$(dirname "$0")" && pwd)
+# shellcheck source=integration/debian.sh
+. "$here/debian.sh"
+bin=$(dirname "$here")/bin/mitmproxy
 root=$bin/debian13 # has the Python for versions that many machines' Python is too old for
 
 main() {
@@ -159,18 +162,15 @@ END
 # make_root makes a Debian 13, unless it is there.
 make_root() {
     if [[ -d $root ]]; then return; fi
-    if ((EUID != 0)) || ! PATH=$PATH:/usr/sbin command -v debootstrap >/dev/null; then
+    if ! can_bootstrap; then
         say "a Debian 13 for its Python takes root and debootstrap (integration/setup.sh test-mitmproxy)" >&2
         return 1
     fi
     say "installing a Debian 13 into $root, for its Python; this takes minutes"
-    # In a mount namespace of its own, so that no mount is left behind if debootstrap is killed.
-    if ! PATH=$PATH:/usr/sbin:/sbin unshare --mount debootstrap --variant=minbase \
-        --include=python3,python3-pip-whl trixie "$new/root" >>"$log" 2>&1; then
+    if ! bootstrap trixie "$new/root" python3 python3-pip-whl >>"$log" 2>&1; then
         fail "debootstrap has failed"
         return 1
     fi
-    rm -rf "$new"/root/var/cache/apt/archives/*.deb "$new"/root/var/lib/apt/lists/*
     mv "$new/root" "$root"
 }
 

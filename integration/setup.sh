@@ -3,7 +3,7 @@
 # mitmproxy. Prints nothing if nothing is missing.
 set -euo pipefail
 
-usage="usage: $0 test|test-mitmproxy|lint|demo|bench|e2e|screenshot"
+usage="usage: $0 test|test-mitmproxy|trust-table|lint|demo|bench|e2e|screenshot"
 PATH=$PATH:/usr/sbin:/sbin # the PATH of an ordinary user lacks these folders
 
 # Each line: a command or an absolute path that must exist, and the package that contains it.
@@ -24,11 +24,13 @@ openssl               openssl
 tcpdump               tcpdump
 /usr/include/stdlib.h libc6-dev
 dockerd               docker.io
+runc                  runc
 /usr/share/doc/busybox-static busybox-static
 "
 bench="
 redsocks              redsocks
 iperf3                iperf3
+runc                  runc
 "
 e2e="
 ip                    iproute2
@@ -55,6 +57,7 @@ optional='' version=''
 case ${1-} in
 test) wanted=$common$test$mitmproxy version="default 8.1.1" ;;
 test-mitmproxy) wanted=$common$test$mitmproxy$debian13 ;;
+trust-table) wanted=$common$test$debian13 ;;
 lint) wanted=$lint ;;
 demo) wanted=$common optional=$mitmproxy version=default ;;
 bench) wanted=$common$bench$mitmproxy$debian13 version="default 8.1.1 12.3.1" ;;

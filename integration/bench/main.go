@@ -28,6 +28,7 @@ var parts = []struct {
 	{"add", benchAdd},
 	{"waiting", benchWaiting},
 	{"pods", benchPods},
+	{"trust", benchTrust},
 }
 
 // bench is one run.

@@ -1,19 +1,8 @@
 package truststore
 
 import (
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/tls"
-	"crypto/x509"
-	"crypto/x509/pkix"
 	"encoding/json"
-	"encoding/pem"
 	"fmt"
-	"math/big"
-	"net"
-	"net/http"
-	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -28,70 +17,6 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
-
-// authority is a CA with a TLS server on the loopback interface.
-type authority struct {
-	pem []byte
-	url string
-}
-
-// newAuthority makes a CA, and starts a server whose certificate it has issued.
-func newAuthority(t *testing.T) authority {
-	t.Helper()
-	testbed.Run(t, "ip", "link", "set", "lo", "up")
-	caKey, ca := issue(t, "The proxy's CA", nil, nil)
-	key, leaf := issue(t, "localhost", caKey, ca)
-	server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		page := "hello"
-		if strings.HasSuffix(r.URL.Path, "/info/refs") { // the list of branches of a git repository
-			page = strings.Repeat("1", 40) + "\trefs/heads/hello\n"
-		}
-		_, _ = w.Write([]byte(page)) // a client that has gone fails by itself
-	}))
-	server.TLS = &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{leaf.Raw}, PrivateKey: key}}}
-	server.Config.ErrorLog = nil
-	server.StartTLS()
-	t.Cleanup(server.Close)
-	_, port, err := net.SplitHostPort(server.Listener.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	return authority{
-		pem: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: ca.Raw}),
-		url: "https://localhost:" + port + "/",
-	}
-}
-
-// issue makes a certificate: one of a CA if there is no issuer, or else one of a server.
-func issue(
-	t *testing.T, name string, by *ecdsa.PrivateKey, issuer *x509.Certificate,
-) (*ecdsa.PrivateKey, *x509.Certificate) {
-	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		t.Fatal(err)
-	}
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
-		DNSNames: []string{name}, BasicConstraintsValid: true,
-	}
-	if issuer == nil {
-		template.IsCA, template.DNSNames, template.ExtKeyUsage = true, nil, nil
-		template.KeyUsage = x509.KeyUsageCertSign | x509.KeyUsageCRLSign
-		by, issuer = key, template
-	}
-	der, err := x509.CreateCertificate(rand.Reader, template, issuer, &key.PublicKey, by)
-	if err != nil {
-		t.Fatal(err)
-	}
-	parsed, err := x509.ParseCertificate(der)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return key, parsed
-}
 
 // container is an OCI bundle whose root is an overlay, as that of a runtime is. Only the overlay is written.
 type container struct {
@@ -164,9 +89,21 @@ func (c *container) command(env []string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// has reports whether the image has a program.
-func (c *container) has(program string) bool {
-	return c.command(nil, "sh", "-c", `command -v "$0"`, program).Run() == nil
+// exec runs a command in the container.
+func (c *container) exec(env []string, input string, args ...string) (output string, err error) {
+	cmd := c.command(env, args...)
+	cmd.Stdin = strings.NewReader(input)
+	out, err := cmd.CombinedOutput()
+	return string(out), err
+}
+
+// addGo adds the client of Go's.
+func (c *container) addGo() {
+	c.t.Helper()
+	self, err := os.ReadFile("/proc/self/exe")
+	c.must(err)
+	c.write(goFile, string(self))
+	c.must(os.Chmod(filepath.Join(c.root, goFile), 0o755))
 }
 
 // hook runs the hook as a runtime does, and returns its report.

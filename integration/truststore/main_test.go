@@ -10,11 +10,14 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestMain runs the tests in a mount and a network namespace of their own. With getVariable set the process is a client
-// instead.
+// TestMain runs the tests in a mount and a network namespace of their own. In a container the process is a client, or
+// the first process, instead.
 func TestMain(m *testing.M) {
-	if url := os.Getenv(getVariable); url != "" {
-		os.Exit(goClient(url))
+	if len(os.Args) == 3 && os.Args[1] == goCommand {
+		os.Exit(goClient(os.Args[2]))
+	}
+	if len(os.Args) == 2 && os.Args[1] == idleCommand {
+		idle()
 	}
 	os.Exit(testbed.InMountNS(syscall.CLONE_NEWNET, func() int { return testbed.Main(m) }))
 }

@@ -353,9 +353,22 @@ func TestFallback(t *testing.T) {
 	t.Run("the image has none", func(t *testing.T) {
 		root := tree(t, folder)
 		options := withFallback(t, root, roots)
-		report := addWith(t, root, ca, options)
-		wantState(t, report, Trusted)
-		wantAction(t, report, options.Fallback, Present)
+		for _, action := range []Action{Linked, Present} {
+			report := addWith(t, root, ca, options)
+			wantState(t, report, Trusted)
+			wantAction(t, report, options.Fallback, Present)
+			wantAction(t, report, debianBundle, action)
+		}
+		if target, err := os.Readlink(filepath.Join(root, debianBundle)); err != nil || target != options.Fallback {
+			t.Errorf("the bundle: got a link to %q, %v", target, err)
+		}
+	})
+	t.Run("the image has none and the root is read-only", func(t *testing.T) {
+		root := tree(t, folder)
+		readOnly(t, root)
+		report := addWith(t, root, ca, withFallback(t, root, roots))
+		wantState(t, report, FilesOnly)
+		wantAction(t, report, debianBundle, Failed)
 	})
 	t.Run("the image has none and the fallback lacks the CA", func(t *testing.T) {
 		root := tree(t, folder)

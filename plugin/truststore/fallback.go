@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path"
+	"slices"
 
 	"golang.org/x/sys/unix"
 )
@@ -36,9 +37,64 @@ func (r *run) tryFallback(ctx context.Context, own *place) (Action, error) {
 		return r.tryFallback(ctx, own)
 	}
 	if own == nil {
-		return Present, r.checkFallback(ctx)
+		err := r.checkFallback(ctx)
+		if err == nil && !r.hasBundle() {
+			r.linkBundle()
+		}
+		return Present, err
 	}
 	return Linked, r.root.mountLink(dir, name, own.path)
+}
+
+// hasBundle reports whether the container has a bundle, be it a damaged one.
+func (r *run) hasBundle() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.ContainsFunc(r.report.Stores, func(s Store) bool { return s.Kind == Bundle })
+}
+
+// linkBundle gives a container without a bundle one that is a link to the fallback, for the programs that read no
+// environment variables. update-ca-certificates replaces the link.
+func (r *run) linkBundle() {
+	action, err := r.root.tryLinkBundle(r.options.Fallback)
+	r.note(bundles[0], Bundle, action, err)
+}
+
+func (r *root) tryLinkBundle(target string) (Action, error) {
+	folder, name := path.Split(bundles[0])
+	dir, err := r.makeFolder(path.Clean(folder))
+	if err != nil {
+		return Failed, err
+	}
+	defer func() { _ = dir.Close() }() // its link is made
+	if current, linked := readLink(dir, name); linked && current == target {
+		return Present, nil
+	}
+	info, err := statFD(dir)
+	if err == nil {
+		err = r.checkOwn(info, folder)
+	}
+	if err != nil {
+		return Failed, err
+	}
+	if err := unix.Symlinkat(target, int(dir.Fd()), name); err != nil {
+		return Failed, &fs.PathError{Op: "symlink", Path: bundles[0], Err: err}
+	}
+	return Linked, nil
+}
+
+// markFallback keeps the fallback, to which a bundle of the container may be a link, from being taken for a store.
+func (r *run) markFallback(seen map[location]bool) {
+	folder, name := path.Split(r.options.Fallback)
+	dir, err := r.root.openMount(folder)
+	if err != nil {
+		return // addFallback reports it
+	}
+	p, err := r.root.newPlace(r.options.Fallback, dir, name)
+	if err == nil {
+		seen[p.location] = true
+		p.close()
+	}
 }
 
 // openMount opens a folder on another mount than the root.

@@ -5,8 +5,8 @@
 //
 // There is no one store. OpenSSL reads a bundle or a directory whose file names are hashes of subjects, GnuTLS and Go
 // read bundles, Python's requests and pip read the cacert.pem of certifi, Java reads its own keystore. Add looks for
-// all of them (stores.go, certifi.go), and adds the certificates to each one that is there. It creates no store: an
-// image without one is served by the files that environment variables name.
+// all of them (stores.go, certifi.go), and adds the certificates to each one that is there. It creates none but a link
+// in an image without a bundle.
 //
 //	bundle     certificates in PEM, one after the other                      pem.go
 //	directory  HASH.N -> certificate, as c_rehash and OpenSSL make it        directory.go, hash.go
@@ -30,9 +30,11 @@
 // # The fallback
 //
 // An image without a store is served by environment variables, such as SSL_CERT_FILE, that name a file on a mount from
-// the node: public roots and the CA. Those variables replace the roots of a client, so in an image that has a bundle
-// they must lead to it, with the certificates that its user adds later. There a link to the bundle takes the place of
-// the file (fallback.go).
+// the node: public roots and the CA. Programs that read no variables, such as wget, find it by a link at the place of
+// Debian's bundle, if the image has no bundle at all.
+//
+// Those variables replace the roots of a client, so in an image that has a bundle they must lead to it, with the
+// certificates that its user adds later. There a link to the bundle takes the place of the file (fallback.go).
 //
 // A line of comment before each certificate, a name or an alias marks the certificates that are ours (marker,
 // namePrefix). A later run keeps those that are still wanted, and removes the others: that is how a CA is rotated.
@@ -192,6 +194,9 @@ func (r *run) add(ctx context.Context, rootPath string, caPEM []byte) (err error
 		r.addDirectory(path)
 	}
 	seen := make(map[location]bool)
+	if r.options.Fallback != "" {
+		r.markFallback(seen)
+	}
 	var own *place // the first bundle that has the CA
 	for _, path := range bundles {
 		p := r.addFile(ctx, path, Bundle, seen)

@@ -1,0 +1,128 @@
+package main
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"math/big"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/oci"
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// benchTrust measures the start of containers to which sluiced adds the proxy's CA, and of others, by runc. The
+// container's process ends at once.
+func benchTrust(b *bench) {
+	starts, rounds := 100, 15
+	if b.short {
+		starts, rounds = 10, 2
+	}
+	s := &trustScene{b: b, sluiced: oci.NewSluiced(b.tb, b.tb.TempDir(), filepath.Join(b.bin, "sluice"), b.newCA())}
+	java := oci.Image{Layers: []string{s.debian()}}
+	pemAlone := oci.Image{Layers: []string{b.hiding("etc/ssl/certs/java"), s.debian()}}
+	for _, c := range []struct {
+		name  string
+		image oci.Image
+		limit float64
+	}{
+		{"PEM stores", pemAlone, 15}, {"PEM stores and Java's", java, 40},
+	} {
+		var took [2][]float64
+		for i := range 2 * (starts + 1) {
+			ms := s.start(c.image, 1, i%2 == 0)
+			if i >= 2 { // the first ones are for warm-up
+				took[i%2] = append(took[i%2], ms)
+			}
+		}
+		b.add(measured("trust", "start of a container with the CA: "+c.name, median(took[0])-median(took[1]), "ms").
+			atMost(c.limit).beside("with", median(took[0]), "ms").beside("without", median(took[1]), "ms").
+			beside("difference of the minima", slices.Min(took[0])-slices.Min(took[1]), "ms"))
+	}
+	var with, without []float64
+	for range rounds {
+		with = append(with, s.start(pemAlone, atOnce, true))
+		without = append(without, s.start(pemAlone, atOnce, false))
+	}
+	b.add(ratio("trust", "start of 24 containers at once with the CA, relative to none", with, without).atMost(1.2).
+		beside("with", median(with), "ms").beside("without", median(without), "ms"))
+}
+
+// atOnce is the number of containers that start at the same time.
+const atOnce = 24
+
+type trustScene struct {
+	b       *bench
+	sluiced *oci.Sluiced
+}
+
+// debian is the root of an image that has stores of all kinds.
+func (s *trustScene) debian() string {
+	dir, err := filepath.Abs("bin/images/debian13")
+	s.b.tb.must(err, "the image")
+	_, err = os.Stat(dir)
+	s.b.tb.must(err, "`make bench` makes the image")
+	return dir
+}
+
+// hiding makes a layer that hides a path.
+func (b *bench) hiding(path string) string {
+	layer := b.tb.TempDir()
+	b.tb.must(os.MkdirAll(filepath.Join(layer, filepath.Dir(path)), 0o755), "the layer")
+	b.tb.must(unix.Mknod(filepath.Join(layer, path), unix.S_IFCHR, 0), "hiding "+path)
+	return layer
+}
+
+// start starts containers at the same time, and returns the time until all have ended in ms.
+func (s *trustScene) start(image oci.Image, count int, adjusted bool) (ms float64) {
+	s.b.tb.within(func() {
+		containers, commands := make([]*oci.Container, count), make([]*exec.Cmd, count)
+		for i := range commands {
+			c := oci.New(s.b.tb, image, "/bin/true")
+			if adjusted {
+				c.Adjust(s.sluiced.Adjustment(c))
+			}
+			c.Prepare()
+			containers[i], commands[i] = c, c.Run()
+		}
+		errs := make([]error, count)
+		var all sync.WaitGroup
+		begin := time.Now()
+		for i, cmd := range commands {
+			all.Go(func() { errs[i] = cmd.Run() })
+		}
+		all.Wait()
+		ms = float64(time.Since(begin)) / 1e6
+		for i, err := range errs {
+			s.b.tb.must(err, "runc run")
+			if report := s.sluiced.Report(containers[i]); adjusted != (report.State == truststore.Trusted) {
+				s.b.tb.Fatalf("the report of the hook: %+v", report)
+			}
+		}
+	})
+	return ms
+}
+
+// newCA makes a CA.
+func (b *bench) newCA() []byte {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	b.tb.must(err, "the CA's key")
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "The proxy's CA"}, IsCA: true,
+		NotBefore: time.Now(), NotAfter: time.Now().AddDate(1, 0, 0), BasicConstraintsValid: true,
+		KeyUsage: x509.KeyUsageCertSign,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
+	b.tb.must(err, "the CA")
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
+}

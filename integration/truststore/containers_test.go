@@ -1,0 +1,121 @@
+package truststore
+
+import (
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/oci"
+	"github.com/sluice-cni/sluice/integration/testbed"
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// TestUpdate: the CA stays when the container makes its stores anew.
+func TestUpdate(t *testing.T) {
+	ca := newAuthority(t)
+	c := newIdle(t, oci.Machine(t))
+	adjust(newSluiced(t, ca), c, modes[0])
+	c.Start()
+	for _, args := range [][]string{{"update-ca-certificates"}, {"update-ca-certificates", "--fresh"}} {
+		if out, err := c.Exec(nil, "", args...); err != nil {
+			t.Fatalf("%v: %v\n%s", args, err, out)
+		}
+		wantTrust(t, c, ca)
+	}
+}
+
+// TestRestricted: containers whose root cannot be written, whose processes are not root, or that are in a user
+// namespace get the CA like others.
+func TestRestricted(t *testing.T) {
+	for _, test := range []struct {
+		name                           string
+		readOnly, user, userNamespaced bool
+	}{
+		{name: "a read-only root", readOnly: true},
+		{name: "a user", user: true},
+		{name: "a user namespace", userNamespaced: true},
+		{name: "all of them", readOnly: true, user: true, userNamespaced: true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			ca := newAuthority(t)
+			sluiced := newSluiced(t, ca)
+			prepare := oci.New
+			if test.userNamespaced {
+				prepare = oci.NewInUserNamespace
+			}
+			c := addBinary(t, prepare(t, oci.Machine(t), goFile, idleCommand))
+			c.Spec.Root.Readonly = test.readOnly
+			if test.user {
+				c.SetUser(1000)
+			}
+			adjust(sluiced, c, modes[0])
+			c.Start()
+			want := truststore.Trusted
+			if test.userNamespaced { // the hook runs in the namespace, and cannot write into sluiced's folder
+				want = truststore.Unknown
+			}
+			if report := sluiced.Report(c); report.State != want {
+				t.Errorf("want the state %s, got %s", want, summary(report))
+			}
+			wantTrust(t, c, ca)
+		})
+	}
+}
+
+// wantTrust fails unless all clients that a container has trust the CA.
+func wantTrust(t *testing.T, c *oci.Container, ca authority) {
+	t.Helper()
+	for _, client := range present(t, c) {
+		if got := ca.get(t, c, client); !got.ok {
+			t.Errorf("%s does not trust the CA: %s", client.name, lastLines(got.output))
+		}
+	}
+}
+
+// TestMitmproxy: clients accept the certificates that mitmproxy makes, and refuse them in other containers.
+func TestMitmproxy(t *testing.T) {
+	server := newAuthority(t)
+	const address = "127.0.0.1:8443"
+	confdir := t.TempDir()
+	host, port, err := net.SplitHostPort(address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), testbed.Mitmproxy(t, "", "mitmdump"), "--quiet",
+		"--mode", "reverse:"+server.url, "--ssl-insecure", "--listen-host", host, "--listen-port", port,
+		"--set", "confdir="+confdir)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill() // it may have ended
+		_ = cmd.Wait()         // it was killed
+	})
+	testbed.Eventually(t, "mitmdump listens", func() bool {
+		conn, err := net.Dial("tcp", address)
+		if err == nil {
+			_ = conn.Close() // nothing was written
+		}
+		return err == nil
+	})
+	pem, err := os.ReadFile(filepath.Join(confdir, "mitmproxy-ca-cert.pem"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ca := authority{pem: pem, url: "https://localhost:" + port + "/"}
+	sluiced := newSluiced(t, ca)
+	with, without := newIdle(t, oci.Machine(t)), newIdle(t, oci.Machine(t))
+	adjust(sluiced, with, modes[0])
+	with.Start()
+	without.Start()
+	for _, client := range present(t, with) {
+		if out, ok := client.try(with.Exec, ca.url); !ok {
+			t.Errorf("%s does not trust the CA: %s", client.name, lastLines(out))
+		}
+		if out, ok := client.try(without.Exec, ca.url); ok {
+			t.Errorf("%s trusts the CA though nothing is added: %s", client.name, out)
+		}
+	}
+}
