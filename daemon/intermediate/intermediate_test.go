@@ -100,8 +100,8 @@ func (s *scene) startKeeper() (stop func()) {
 	return s.start(New(s, node, s.dir, slog.New(slog.NewTextHandler(s, nil))).Run)
 }
 
-// startSigner starts the CA, and waits until it watches requests: the fake API server does not show those to it that are
-// made between its list and its watch.
+// startSigner starts the CA, and waits until it watches requests: the fake API server does not show those to it that
+// are made between its list and its watch.
 func (s *scene) startSigner() (stop func()) {
 	defer synctest.Wait()
 	return s.start(signer.New(s, signer.Config{
