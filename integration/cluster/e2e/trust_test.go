@@ -34,7 +34,9 @@ func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	for _, store := range []string{"/init/store", imageStore, "$SSL_CERT_FILE", "$NODE_EXTRA_CA_CERTS"} {
 		wantTrusted(ctx, t, c, "trusting", store)
 	}
-	waitFor(ctx, t, "the pod without the label runs", func() (bool, error) { return running(ctx, c, "uncaptured"), nil })
+	waitFor(ctx, t, "the pod without the label runs", func() (bool, error) {
+		return running(ctx, c, "uncaptured"), nil
+	})
 	out, err := inPod(ctx, c, namespace, "uncaptured", "sh", "-c",
 		"ls -d "+trustMount+" 2>/dev/null; env | grep -c CERT; grep -c sluice "+imageStore+"; true")
 	if err != nil || strings.TrimSpace(out) != "0\n0" {
@@ -47,7 +49,9 @@ func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 // their connections go on.
 func repairedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	must(t, client(c).Create(ctx, newPod("relabelled", namespace, nil, "sleep 86400", "")))
-	waitFor(ctx, t, "the pod without the label runs", func() (bool, error) { return running(ctx, c, "relabelled"), nil })
+	waitFor(ctx, t, "the pod without the label runs", func() (bool, error) {
+		return running(ctx, c, "relabelled"), nil
+	})
 	placeDaemonSet(ctx, t, c, system, "sluice", false)
 	waitFor(ctx, t, "the daemon has ended", func() (bool, error) {
 		var pods corev1.PodList
