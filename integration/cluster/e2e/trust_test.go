@@ -117,7 +117,7 @@ func waitForTrust(ctx context.Context, t *testing.T, c *envconf.Config, pod, sta
 	waitFor(ctx, t, pod+" is "+state, func() (bool, error) {
 		var err error
 		got, err = attachment(ctx, c, namespace+"/"+pod)
-		return got.Trust == state, err
+		return got.Trust == state && running(ctx, c, pod), err // its init container is trusted before
 	})
 }
 
