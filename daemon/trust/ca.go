@@ -96,7 +96,11 @@ func (f *files) update() ca {
 	if err != nil {
 		problem = err.Error()
 	}
-	if problem != f.said && problem != "" {
+	switch {
+	case problem == f.said || problem == "":
+	case errors.Is(err, errNoCA): // where trust is not for sluice to give, there never is one
+		f.log.Info("the proxy has no CA yet", "err", problem)
+	default:
 		f.log.Warn("the proxy's CA is not complete", "err", problem)
 	}
 	f.said = problem
@@ -105,6 +109,9 @@ func (f *files) update() ca {
 	}
 	return current
 }
+
+// errNoCA means that the source does not exist.
+var errNoCA = errors.New("no CA yet")
 
 func (f *files) tryUpdate() (ca, error) {
 	if err := f.makeFolders(); err != nil {
@@ -164,7 +171,7 @@ func (f *files) readCA() ([]byte, error) {
 	data, err := readBounded(f.source, maxCAFile)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		err = fmt.Errorf("no CA yet: %s does not exist", f.source)
+		err = fmt.Errorf("%w: %s does not exist", errNoCA, f.source)
 	case err == nil:
 		_, err = truststore.Fingerprints(data)
 		if err != nil {

@@ -54,7 +54,7 @@ func (t *Trust) isKnown() bool {
 	return t.known
 }
 
-// missRuntime says once why the runtime does not name its containers.
+// missRuntime says once why the runtime does not name its containers, if there is a CA to be given to them.
 func (t *Trust) missRuntime(err error) {
 	problem := err.Error()
 	if errors.Is(err, fs.ErrNotExist) {
@@ -63,10 +63,13 @@ func (t *Trust) missRuntime(err error) {
 		t.settle() // nothing is to be expected
 	}
 	t.mu.Lock()
-	said := problem == t.problem
 	t.problem = problem
+	news := problem != t.missed && t.ca.exists() // without a CA there is nothing to miss
+	if news {
+		t.missed = problem
+	}
 	t.mu.Unlock()
-	if !said {
+	if news {
 		t.config.Log.Warn("containers are not made to trust the proxy's CA", "err", problem)
 	}
 }

@@ -108,6 +108,7 @@ type Trust struct {
 	ca         ca
 	known      bool   // the runtime has named its containers
 	problem    string // the reason why it has not
+	missed     string // the last one that was logged
 	containers map[string]*container
 }
 

@@ -90,13 +90,13 @@ func passedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	// The server does not speak TLS. mitmproxy would answer with a certificate of its own.
 	conn, err := tunnel(ctx, c, "untouched", serverAddress(ctx, t, c), "80")
 	must(t, err)
-	defer conn.Close() //nolint:errcheck // the handshake is all that matters
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	handshakeCtx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	tlsConn := tls.Client(conn, &tls.Config{ServerName: "pass.example.com"})
-	if err := tlsConn.HandshakeContext(ctx); err == nil || !strings.Contains(err.Error(), "does not look like a TLS") {
+	err = tls.Client(conn, &tls.Config{ServerName: "pass.example.com"}).HandshakeContext(handshakeCtx)
+	if err == nil || !strings.Contains(err.Error(), "does not look like a TLS") {
 		t.Errorf("got %v, want an answer by the server itself", err)
 	}
+	_ = conn.Close() // the proxy logs a connection that has ended
 	proxy, err := only(ctx, c, proxies, "app=mitmproxy")
 	must(t, err)
 	waitFor(ctx, t, "the proxy logs the connection", func() (bool, error) {
