@@ -254,7 +254,9 @@ func (t *Trust) followCA(ctx context.Context) {
 			t.config.Log.Debug("the folder of the proxy's CA is not watched", "err", err)
 		}
 		_ = pause.For(ctx, retryCA) // the loop ends with ctx
-		t.updateCA()
+		if _, err := os.Stat(t.config.CAFile); err == nil {
+			t.updateCA()
+		}
 	}
 }
 

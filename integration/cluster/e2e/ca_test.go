@@ -220,6 +220,13 @@ func waitForCA(ctx context.Context, t *testing.T, c *envconf.Config) {
 // caIsLate runs the proxy without the CA, and then the CA.
 func caIsLate(ctx context.Context, t *testing.T, c *envconf.Config) {
 	waitForCA(ctx, t, c)
+	waitFor(ctx, t, "a root is published", func() (bool, error) {
+		roots, err := publishedCA(ctx, c)
+		if apierrors.IsNotFound(err) {
+			return false, nil
+		}
+		return len(roots) > 0, err
+	})
 	root := theRoot(ctx, t, c)
 	scaleCA(ctx, t, c, 0)
 	must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
