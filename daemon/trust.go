@@ -26,7 +26,7 @@ import (
 const reasonNotTrusted = "SluiceCANotTrusted"
 
 // checkInterval is the time between looks for containers that are to be given the CA since an annotation has changed.
-const checkInterval = 10 * time.Second
+const checkInterval = time.Minute
 
 // listTime bounds the wait for the API server's list of pods before the daemon connects to the container runtime.
 const listTime = 2 * time.Second

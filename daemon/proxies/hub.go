@@ -88,7 +88,8 @@ func (h *Hub) wakeLocked() {
 	}
 }
 
-// Refresh tells every proxy about pods whose descriptions have changed. Proxies are told within a second without it.
+// Refresh tells every proxy about pods whose descriptions have changed. Proxies are told within ten seconds without
+// it.
 func (h *Hub) Refresh() {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -26,6 +26,8 @@ const (
 	proxyTimeout = 5 * time.Second
 	// pingInterval is the time between pings. A proxy that takes longer than pingTimeout to answer one hangs.
 	pingInterval, pingTimeout = time.Second, 3 * time.Second
+	// describeInterval is the time between comparisons of the pods' descriptions with those that the proxy has.
+	describeInterval = 10 * time.Second
 	// maxHeld is more than a node has pods, maxID longer than the longest id of a netns, and maxAddresses more than a
 	// pod has. maxName bounds a proxy's name in bytes.
 	maxHeld, maxID, maxAddresses, maxName = 10_000, 64, 16, 100
@@ -265,19 +267,30 @@ func (p *proxy) recordDetached(id string) error {
 	return nil
 }
 
-// sendAll tells the proxy which listeners to take and to close whenever that changes, and pings it, until ctx ends.
+// sendAll tells the proxy which listeners to take and to close, and about their pods, whenever that changes, and pings
+// it, until ctx ends.
 func (p *proxy) sendAll(ctx context.Context) error {
-	tick := time.NewTicker(pingInterval)
+	tick, describe := time.NewTicker(pingInterval), time.NewTicker(describeInterval)
 	defer tick.Stop()
+	defer describe.Stop()
 	if err := p.ping(); err != nil {
 		return err
 	}
-	for {
+	for changed := true; ; {
 		if err := p.sync(); err != nil {
 			return err
 		}
+		if changed {
+			if err := p.tell(); err != nil {
+				return err
+			}
+		}
+		changed = false
 		select {
 		case <-p.wake:
+			changed = true
+		case <-describe.C: // labels and policies change without a wake
+			changed = true
 		case <-tick.C:
 			if err := p.ping(); err != nil {
 				return err
@@ -320,43 +333,31 @@ func (p *proxy) send(m message, files []*os.File) error {
 	return send(p.conn, m, files)
 }
 
-// sync brings the listeners that the proxy holds, and the descriptions of their pods, in line with the offers. It fails
-// if the proxy does not close listeners that it was told to close.
+// sync brings the listeners that the proxy holds in line with the offers. It fails if the proxy does not close
+// listeners that it was told to close.
 func (p *proxy) sync() error {
-	offers := p.hub.currentOffers()
-	pods := make(map[string]*podDescription, len(offers))
-	for id, o := range offers {
-		pods[id] = o.describe(p.labels, p.hub.labels(o.pod))
-	}
-	due, err := p.due(offers, pods)
+	detach, offers, err := p.due(p.hub.currentOffers())
 	if err != nil {
 		return err
 	}
-	for _, id := range due.detach {
+	for _, id := range detach {
 		if err := p.send(message{Kind: kindDetach, ID: id}, nil); err != nil {
 			return err
 		}
 	}
-	for _, id := range due.attach {
-		o := offers[id]
-		err := p.send(o.message(pods[id]), o.gate.Files())
+	for _, o := range offers {
+		pod := p.describe(o)
+		p.recordTold(o.id, pod)
+		err := p.send(o.message(pod), o.gate.Files())
 		if err != nil && !errors.Is(err, os.ErrClosed) { // a closed gate's offer is about to be withdrawn
-			return err
-		}
-	}
-	for _, id := range due.describe {
-		if err := p.send(message{Kind: kindPod, ID: id, Pod: pods[id]}, nil); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// due is the netns about which messages are to be sent, by the kind of message.
-type due struct{ detach, attach, describe []string }
-
 // due returns the messages to send, and records them as sent.
-func (p *proxy) due(offers map[string]*offer, pods map[string]*podDescription) (due due, err error) {
+func (p *proxy) due(offers map[string]*offer) (detach []string, attach []*offer, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for id, h := range p.held {
@@ -364,27 +365,53 @@ func (p *proxy) due(offers map[string]*offer, pods map[string]*podDescription) (
 		switch {
 		case !h.detached.IsZero():
 			if time.Since(h.detached) > proxyTimeout {
-				return due, fmt.Errorf("the proxy did not close the listeners of netns %s within %s",
+				return nil, nil, fmt.Errorf("the proxy did not close the listeners of netns %s within %s",
 					id, proxyTimeout)
 			}
 		case o != nil && slices.Equal(o.cookies, h.cookies):
-			if !reflect.DeepEqual(h.told, pods[id]) {
-				h.told = pods[id]
-				due.describe = append(due.describe, id)
-			}
 		case o == nil && time.Now().Before(h.keepUntil):
 		default:
 			h.detached = time.Now()
-			due.detach = append(due.detach, id)
+			detach = append(detach, id)
 		}
 	}
 	for id, o := range offers {
 		if p.held[id] == nil {
-			p.held[id] = &held{cookies: o.cookies, told: pods[id]}
-			due.attach = append(due.attach, id)
+			p.held[id] = &held{cookies: o.cookies}
+			attach = append(attach, o)
 		}
 	}
-	return due, nil
+	return detach, attach, nil
+}
+
+// describe describes the pod of an offer as the proxy has asked for it.
+func (p *proxy) describe(o *offer) *podDescription { return o.describe(p.labels, p.hub.labels(o.pod)) }
+
+// tell describes the pods whose listeners the proxy holds, as far as the descriptions have changed.
+func (p *proxy) tell() error {
+	for id, o := range p.hub.currentOffers() {
+		pod := p.describe(o)
+		if !p.recordTold(id, pod) {
+			continue
+		}
+		if err := p.send(message{Kind: kindPod, ID: id, Pod: pod}, nil); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// recordTold records the description of a pod that the proxy is told. It reports whether that is news for a proxy that
+// holds the listeners of the pod.
+func (p *proxy) recordTold(id string, pod *podDescription) (news bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	h := p.held[id]
+	if h == nil || !h.detached.IsZero() || reflect.DeepEqual(h.told, pod) {
+		return false
+	}
+	h.told = pod
+	return true
 }
 
 func (p *proxy) ownAddresses() []netip.Addr {
