@@ -141,5 +141,9 @@ func makeOne(r *root, above *os.File, name string) error {
 	if err := unix.Mkdirat(int(above.Fd()), name, 0o755); err != nil {
 		return &fs.PathError{Op: "mkdir", Path: above.Name() + name, Err: err}
 	}
+	if made, err := openNoFollow(above, name, unix.O_PATH|unix.O_DIRECTORY); err == nil {
+		giveToOwner(made, above)
+		_ = made.Close() // a descriptor that was only looked through
+	}
 	return nil
 }
