@@ -56,16 +56,18 @@ func (t *Trust) isKnown() bool {
 
 // missRuntime says once why the runtime does not name its containers.
 func (t *Trust) missRuntime(err error) {
-	problem := err.Error()
-	if errors.Is(err, fs.ErrNotExist) {
+	problem, absent := err.Error(), errors.Is(err, fs.ErrNotExist)
+	if absent {
 		problem = fmt.Sprintf("the container runtime has no NRI socket at %s: enable NRI in its configuration "+
 			"(containerd 1.7: [plugins.\"io.containerd.nri.v1.nri\"] disable = false)", t.config.Socket)
-		t.settle() // nothing is to be expected
 	}
 	t.mu.Lock()
 	said := problem == t.problem
 	t.problem = problem
 	t.mu.Unlock()
+	if absent {
+		t.settle() // nothing is to be expected
+	}
 	if !said {
 		t.config.Log.Warn("containers are not made to trust the proxy's CA", "err", problem)
 	}
