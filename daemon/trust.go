@@ -25,7 +25,8 @@ import (
 // reasonNotTrusted is the reason of the events about containers that do not trust the proxy's CA.
 const reasonNotTrusted = "SluiceCANotTrusted"
 
-// checkInterval is the time between looks for containers that are to be given the CA since an annotation has changed.
+// checkInterval is the time between looks for containers that are to be given the CA since an annotation has changed,
+// or for another time.
 const checkInterval = time.Minute
 
 // listTime bounds the wait for the API server's list of pods before the daemon connects to the container runtime.

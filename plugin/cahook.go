@@ -21,8 +21,8 @@ const (
 	caHookTimeout = time.Second
 	// caHookMemory is a soft limit. The hook runs in the container's cgroup, whose limit may be small.
 	caHookMemory = 10 << 20
-	// caHookThreads bounds the CPUs that the hook uses.
-	caHookThreads = 2
+	// caHookGC makes the first garbage collection come at 2 MiB, which a run with the usual stores does not reach.
+	caHookGC = 50
 	// maxHookInput bounds the state of the container and its configuration, as the runtime gives them.
 	maxHookInput = 4 << 20
 )
@@ -59,11 +59,11 @@ func caHook(args []string, state io.Reader) {
 	}
 }
 
-// limitResources bounds the memory and the CPUs of this process.
+// limitResources bounds the memory and the CPUs of this process. On one CPU no thread looks for the work of others.
 func limitResources() {
 	debug.SetMemoryLimit(caHookMemory)
-	debug.SetGCPercent(20)
-	runtime.GOMAXPROCS(caHookThreads)
+	debug.SetGCPercent(caHookGC)
+	runtime.GOMAXPROCS(1)
 }
 
 // logReport logs the errors in a report.

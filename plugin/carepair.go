@@ -124,9 +124,6 @@ func openProcess(proc string, pid int, container string) (process, error) {
 	if !strings.Contains(cgroups, container) {
 		return process{}, fmt.Errorf("process %d is not in the cgroup of the container %s", pid, container)
 	}
-	if err := sameUsers(dir, proc); err != nil {
-		return process{}, err
-	}
 	namespace, err := openAt(dir, "ns/mnt", unix.O_RDONLY)
 	if err != nil {
 		return process{}, fmt.Errorf("opening the container's mount namespace: %w", err)
@@ -138,24 +135,11 @@ func openProcess(proc string, pid int, container string) (process, error) {
 	return process{root: root, namespace: namespace}, nil
 }
 
-// sameUsers returns an error for a process in another user namespace. The files of its container belong to users that
-// this process cannot be: only a process with a single thread may change its user namespace, and no Go program is one.
-func sameUsers(dir *os.File, proc string) error {
-	var its, ours unix.Stat_t
-	if err := unix.Fstatat(int(dir.Fd()), "ns/user", &its, 0); err != nil {
-		return fmt.Errorf("looking at the container's user namespace: %w", err)
-	}
-	if err := unix.Stat(filepath.Join(proc, "self/ns/user"), &ours); err != nil {
-		return fmt.Errorf("looking at the user namespace of this process: %w", err)
-	}
-	if its.Ino != ours.Ino {
-		return errors.New("the container has a user namespace of its own and cannot be repaired: start it anew")
-	}
-	return nil
-}
-
 // enter moves the calling thread into the container's mount namespace. A thread that shares its root and its working
 // directory may not change its mount namespace.
+//
+// The user namespace stays that of the node, also where the container has its own: only a process with a single thread
+// could change it, and root of the node has all capabilities over the mounts of a user namespace below its own.
 func (p process) enter() error {
 	if err := unix.Unshare(unix.CLONE_FS); err != nil {
 		return fmt.Errorf("entering the container: unsharing the working directory: %w", err)

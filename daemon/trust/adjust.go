@@ -68,6 +68,7 @@ func (t *Trust) hook(containerID string) *api.Hook {
 			t.config.Hook, hookCommand, "--ca", t.files.caPEM(), "--report", t.files.report(containerID),
 			"--bundle", BundlePath,
 		},
+		Env:     []string{"GOMAXPROCS=1"}, // a start with more threads costs more than they gain
 		Timeout: api.Int(hookSeconds),
 	}
 }

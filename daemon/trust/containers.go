@@ -2,10 +2,12 @@ package trust
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/containerd/nri/pkg/api"
 
@@ -24,6 +26,7 @@ type container struct {
 	note    string
 	checked string        // the fingerprints of the CA at the last look
 	looked  bool          // there has been one
+	retry   time.Time     // of a repair that has failed; zero if none has
 	busy    chan struct{} // closed when the look that goes on has ended; nil if none does
 }
 
@@ -108,7 +111,7 @@ func (t *Trust) start(c *container) {
 	state, note, ok := t.outcome(c, current)
 	t.mu.Lock()
 	if ok {
-		c.set(state, note, current)
+		c.set(state, note, current, time.Time{})
 	} else {
 		t.checkLocked(c)
 	}
@@ -127,12 +130,17 @@ func (t *Trust) stop(id string) {
 	}
 }
 
-func (c *container) set(state truststore.State, note string, current ca) {
-	c.state, c.note, c.checked, c.looked = state, note, current.fingerprints, true
+func (c *container) set(state truststore.State, note string, current ca, retry time.Time) {
+	c.state, c.note, c.checked, c.looked, c.retry = state, note, current.fingerprints, true, retry
 }
 
-// Check begins to look at the containers of wanted pods that it has not looked at: a pod may have become wanted while
-// they ran.
+// isDue reports whether a look at a container is due.
+func (c *container) isDue(current ca) bool {
+	return !c.looked || c.checked != current.fingerprints || !c.retry.IsZero() && !time.Now().Before(c.retry)
+}
+
+// Check begins to look at the containers of wanted pods that it has not looked at, because a pod may have become wanted
+// while they ran, and at those of which a repair failed a minute ago. The caller calls it from time to time.
 func (t *Trust) Check() {
 	t.mu.Lock()
 	var pods []string
@@ -155,7 +163,7 @@ func (t *Trust) checkPods(uids []string) []<-chan struct{} {
 	defer t.mu.Unlock()
 	var done []<-chan struct{}
 	for _, c := range t.containers {
-		if wanted[c.pod] && (c.busy != nil || !c.looked || c.checked != t.ca.fingerprints) {
+		if wanted[c.pod] && (c.busy != nil || c.isDue(t.ca)) {
 			done = append(done, t.checkLocked(c))
 		}
 	}
@@ -177,9 +185,16 @@ func (t *Trust) check(c *container) {
 		t.mu.Lock()
 		current := t.ca
 		t.mu.Unlock()
-		state, note := t.examine(c, current)
+		state, note, err := t.examine(c, current)
 		t.mu.Lock()
-		c.set(state, note, current)
+		var retry time.Time
+		if err != nil {
+			if note = err.Error(); note != c.note {
+				t.config.Log.Warn("a container is not repaired", "container", c.id, "name", c.name, "err", err)
+			}
+			retry = time.Now().Add(t.retryPause)
+		}
+		c.set(state, note, current, retry)
 		if done = current.fingerprints == t.ca.fingerprints; done {
 			close(c.busy)
 			c.busy = nil
@@ -193,23 +208,23 @@ func (t *Trust) check(c *container) {
 	t.changed(c.pod)
 }
 
-// examine returns the state of a container, after a repair if the hook has left no report about the CA.
-func (t *Trust) examine(c *container, current ca) (state truststore.State, note string) {
+// examine returns the state of a container, after a repair if the hook has left no report about the CA. The error is
+// that of the repair; the state is unknown then.
+func (t *Trust) examine(c *container, current ca) (state truststore.State, note string, err error) {
 	if state, note, ok := t.outcome(c, current); ok {
-		return state, note
+		return state, note, nil
 	}
 	if err := t.repair(c); err != nil {
-		t.config.Log.Warn("a container is not repaired", "container", c.id, "name", c.name, "err", err)
-		return truststore.Unknown, err.Error()
+		return truststore.Unknown, "", err
 	}
 	if state, note, ok := t.outcome(c, current); ok {
-		return state, note
+		return state, note, nil
 	}
 	report, err := readReport(t.files.report(c.id))
 	if err != nil {
-		return truststore.Unknown, err.Error()
+		return truststore.Unknown, "", err
 	}
-	return truststore.Unknown, cmp.Or(report.Error, "the proxy's CA has changed meanwhile")
+	return truststore.Unknown, "", errors.New(cmp.Or(report.Error, "the proxy's CA has changed meanwhile"))
 }
 
 // outcome returns the state of a container by the report of it. It is not ok if a repair may lead to a better one.

@@ -56,11 +56,10 @@ func (t *Trust) isKnown() bool {
 
 // missRuntime says once why the runtime does not name its containers, if there is a CA to be given to them.
 func (t *Trust) missRuntime(err error) {
-	problem := err.Error()
-	if errors.Is(err, fs.ErrNotExist) {
+	problem, absent := err.Error(), errors.Is(err, fs.ErrNotExist)
+	if absent {
 		problem = fmt.Sprintf("the container runtime has no NRI socket at %s: enable NRI in its configuration "+
 			"(containerd 1.7: [plugins.\"io.containerd.nri.v1.nri\"] disable = false)", t.config.Socket)
-		t.settle() // nothing is to be expected
 	}
 	t.mu.Lock()
 	t.problem = problem
@@ -69,6 +68,9 @@ func (t *Trust) missRuntime(err error) {
 		t.missed = problem
 	}
 	t.mu.Unlock()
+	if absent {
+		t.settle() // nothing is to be expected
+	}
 	if news {
 		t.config.Log.Warn("containers are not made to trust the proxy's CA", "err", problem)
 	}

@@ -22,7 +22,11 @@
 // After a connect the runtime names all containers. The hook has left a report of each that it has seen; the report has
 // a fingerprint of the CA. A container of a wanted pod without a report about the current CA is repaired (repair.go): a
 // process enters its mount namespace and does the work of the hook. The environment and the mounts cannot be changed
-// any more.
+// any more. A repair that fails is tried again while the container runs.
+//
+// The hook of a container in a user namespace of its own runs in there, and cannot write into the folder of the reports.
+// The repair finds the CA in the stores then, and reports it. The reports belong to root of the node, so no container
+// can write one.
 //
 // # Two daemons
 //
@@ -100,6 +104,8 @@ type Trust struct {
 	files    *files
 	hookFile hookFile
 	repairs  chan struct{} // a token for each repair that runs
+	// retryPause is the constant of that name, but in tests.
+	retryPause time.Duration
 
 	settleOnce sync.Once
 	settled    chan struct{} // closed when the containers are known, or are not going to be soon
@@ -115,6 +121,8 @@ type Trust struct {
 const (
 	// maxRepairs bounds the repairs at the same time.
 	maxRepairs = 2
+	// retryPause is the time from a repair that failed to the next one.
+	retryPause = time.Minute
 	// settleTime bounds the wait for the runtime after the start.
 	settleTime = 3 * time.Second
 )
@@ -138,7 +146,7 @@ func New(config Config) (*Trust, error) {
 	return &Trust{
 		config: config, files: newFiles(config.CAFile, config.Dir, config.Log),
 		hookFile: hookFile{path: config.Plugin},
-		repairs:  make(chan struct{}, maxRepairs), settled: make(chan struct{}),
+		repairs:  make(chan struct{}, maxRepairs), retryPause: retryPause, settled: make(chan struct{}),
 		problem: "the container runtime has not been asked yet", containers: make(map[string]*container),
 	}, nil
 }

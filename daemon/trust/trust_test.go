@@ -126,6 +126,42 @@ rmdir slot-$$`)
 	}
 }
 
+// TestRetry: a repair that failed is tried again, after a pause, and logged once for each reason.
+func TestRetry(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "pod")
+	s.setCA(newCA(t, "proxy"))
+	s.plugin(`echo >>tries; [ -e mended ] || { echo "no space left" >&2; exit 1; }`)
+	s.newRuntime(running("pod", 4242))
+	trust := s.newTrust()
+	trust.retryPause = time.Hour
+	s.run(trust)
+	for range 3 {
+		s.ready(trust, "pod")
+		s.wantState(trust, "pod", truststore.Unknown, "no space left")
+	}
+	if got := s.read("tries"); got != "\n" {
+		t.Errorf("got %d repairs before the pause has passed, want 1", len(got))
+	}
+	trust.mu.Lock()
+	trust.retryPause = 0
+	trust.containers["pod"].retry = time.Now()
+	trust.mu.Unlock()
+	for range 3 {
+		s.ready(trust, "pod")
+	}
+	if got, logged := s.read("tries"), s.log.count("is not repaired"); got != "\n\n\n\n" || logged != 1 {
+		t.Errorf("got %d repairs and %d lines about them, want 4 and 1", len(got), logged)
+	}
+	s.write("mended", "")
+	trust.Check()
+	s.eventually("the container is repaired", func() bool { return trust.State("pod").State == truststore.Trusted })
+	s.ready(trust, "pod")
+	if got := s.read("tries"); len(got) != 5 {
+		t.Errorf("got %d repairs, want none after the one that succeeded", len(got))
+	}
+}
+
 // TestRotation: a changed CA reaches the files and the containers that run, and a file that is no CA changes nothing.
 func TestRotation(t *testing.T) {
 	t.Parallel()

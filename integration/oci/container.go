@@ -125,6 +125,16 @@ func (c *Container) Exec(env []string, input string, args ...string) (output str
 	return out.String(), err
 }
 
+// PID is the PID of the first process.
+func (c *Container) PID() int {
+	c.tb.Helper()
+	out, err := c.runc("state", c.ID).Output()
+	c.must(err)
+	var state specs.State
+	c.must(json.Unmarshal(out, &state))
+	return state.Pid
+}
+
 func (c *Container) runc(args ...string) *exec.Cmd {
 	return exec.Command("runc", append([]string{"--root", c.state}, args...)...)
 }

@@ -6,7 +6,9 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strconv"
 
 	"github.com/containerd/nri/pkg/api"
 
@@ -18,8 +20,9 @@ import (
 // Sluiced is the part of sluiced that is an NRI plugin, on a node whose proxy has a CA. Every pod is captured.
 type Sluiced struct {
 	tb    testbed.TB
-	trust *trust.Trust
-	dir   string
+	trust  *trust.Trust
+	dir    string
+	plugin string
 }
 
 // NewSluiced writes the files of the CA into a folder. plugin is the binary that has the hook. The root of a user
@@ -37,7 +40,7 @@ func NewSluiced(tb testbed.TB, dir, plugin string, ca []byte) *Sluiced {
 	if err != nil {
 		tb.Fatalf("%v", err)
 	}
-	return &Sluiced{tb: tb, trust: t, dir: dir}
+	return &Sluiced{tb: tb, trust: t, dir: dir, plugin: plugin}
 }
 
 // Adjustment returns the additions to a container.
@@ -48,10 +51,25 @@ func (s *Sluiced) Adjustment(c *Container) *api.ContainerAdjustment {
 	})
 }
 
-// Report is the report of the hook about a container. Without one the state is unknown.
+// Repair repairs a container that runs, and returns the report.
+func (s *Sluiced) Repair(c *Container) truststore.Report {
+	s.tb.Helper()
+	cmd := exec.Command(s.plugin, "ca-repair", "--pid", strconv.Itoa(c.PID()), "--container", c.ID,
+		"--ca", filepath.Join(s.dir, "trust", "ca.pem"), "--report", s.report(c), "--bundle", trust.BundlePath)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		s.tb.Fatalf("repairing the container: %v\n%s", err, out)
+	}
+	return s.Report(c)
+}
+
+func (s *Sluiced) report(c *Container) string {
+	return filepath.Join(s.dir, "trust", "reports", c.ID+".json")
+}
+
+// Report is the report about a container by the hook or by a repair. Without one the state is unknown.
 func (s *Sluiced) Report(c *Container) truststore.Report {
 	s.tb.Helper()
-	data, err := os.ReadFile(filepath.Join(s.dir, "trust", "reports", c.ID+".json"))
+	data, err := os.ReadFile(s.report(c))
 	if errors.Is(err, fs.ErrNotExist) {
 		return truststore.Report{State: truststore.Unknown}
 	}

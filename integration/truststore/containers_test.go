@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"testing"
 
 	"github.com/sluice-cni/sluice/integration/oci"
@@ -52,15 +53,53 @@ func TestRestricted(t *testing.T) {
 			}
 			adjust(sluiced, c, modes[0])
 			c.Start()
-			want := truststore.Trusted
 			if test.userNamespaced { // the hook runs in the namespace, and cannot write into sluiced's folder
-				want = truststore.Unknown
-			}
-			if report := sluiced.Report(c); report.State != want {
-				t.Errorf("want the state %s, got %s", want, summary(report))
+				if report := sluiced.Report(c); report.State != truststore.Unknown {
+					t.Errorf("before the repair: got %s", summary(report))
+				}
+				wantUnchanged(t, sluiced.Repair(c))
+			} else if report := sluiced.Report(c); report.State != truststore.Trusted {
+				t.Errorf("got %s", summary(report))
 			}
 			wantTrust(t, c, ca)
 		})
+	}
+}
+
+// wantUnchanged fails unless a repair has found the CA in all stores.
+func wantUnchanged(t *testing.T, report truststore.Report) {
+	t.Helper()
+	changed := slices.ContainsFunc(report.Stores, func(s truststore.Store) bool { return s.Action != truststore.Present })
+	if report.State != truststore.Trusted || len(report.Stores) == 0 || changed {
+		t.Errorf("got %s, want the state trusted and no change", summary(report))
+	}
+}
+
+// TestRepairInUserNamespace: a container in a user namespace that was created without the hook gets the CA later. New
+// files in it belong to its own root.
+func TestRepairInUserNamespace(t *testing.T) {
+	ca := newAuthority(t)
+	sluiced := newSluiced(t, ca)
+	start := func(readOnly bool) *oci.Container {
+		c := addBinary(t, oci.NewInUserNamespace(t, oci.Machine(t), goFile, idleCommand))
+		c.Spec.Root.Readonly = readOnly
+		adjust(sluiced, c, modes[2]) // the environment, without the hook
+		c.Start()
+		return c
+	}
+	c := start(false)
+	if report := sluiced.Repair(c); report.State != truststore.Trusted {
+		t.Errorf("got %s", summary(report))
+	}
+	wantTrust(t, c, ca)
+	const script = "stat -c %U /etc/ssl/certs/ca-certificates.crt /usr/local/share/ca-certificates/sluice-ca-*.crt"
+	if out, err := c.Exec(nil, "", "sh", "-c", script); err != nil || out != "root\nroot\n" {
+		t.Errorf("the owners of new files: %v, got %q", err, out)
+	}
+	wantUnchanged(t, sluiced.Repair(c))
+	// The node's root cannot make the copy to be mounted: it is nobody to the container's /dev.
+	if report := sluiced.Repair(start(true)); report.State != truststore.FilesOnly {
+		t.Errorf("a read-only root: got %s", summary(report))
 	}
 }
 

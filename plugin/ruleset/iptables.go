@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 )
@@ -149,12 +150,12 @@ func (b iptablesBackend) restore(ctx context.Context, f Family, doc []byte) erro
 	return nil
 }
 
-var failedLine = regexp.MustCompile(`line:? (\d+)`)
+var failedLine = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(`line:? (\d+)`) })
 
 // explain adds the rule to the line number in an error of iptables-restore.
 func explain(doc, out []byte) string {
 	text := strings.Join(strings.Fields(string(out)), " ")
-	if m := failedLine.FindStringSubmatch(text); m != nil {
+	if m := failedLine().FindStringSubmatch(text); m != nil {
 		n, _ := strconv.Atoi(m[1])
 		if lines := strings.Split(string(doc), "\n"); 1 <= n && n <= len(lines) {
 			text += " (" + lines[n-1] + ")"

@@ -11,9 +11,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// formerAnchors returns the fingerprints of the anchors that an earlier run has left and that are not wanted any more.
-func (r *run) formerAnchors() map[fingerprint]bool {
-	former := make(map[fingerprint]bool)
+// formerAnchors returns the fingerprints of the anchors that an earlier run has left and that are not wanted any more,
+// with the lengths of their certificates. A damaged anchor is replaced.
+func (r *run) formerAnchors() map[fingerprint]int {
+	former := make(map[fingerprint]int)
 	for _, a := range anchors {
 		dir, err := r.root.openFolder(a.folder, 0)
 		if err != nil {
@@ -24,11 +25,10 @@ func (r *run) formerAnchors() map[fingerprint]bool {
 			if err != nil {
 				continue
 			}
-			_, _ = scanPEM(bytes.NewReader(data), func(b pemBlock) { // a damaged anchor is replaced
-				if b.valid && b.marked && !r.isWanted(b.fingerprint) {
-					former[b.fingerprint] = true
-				}
-			})
+			c, err := certificateIn(data)
+			if err == nil && bytes.HasPrefix(data, []byte(marker)) && !r.isWanted(c.fingerprint) {
+				former[c.fingerprint] = len(c.der)
+			}
 		}
 		_ = dir.Close() // only read
 	}
@@ -83,18 +83,6 @@ func (r *run) addAnchor(a anchor) (Action, error) {
 	return action, nil
 }
 
-// ours returns the names of our files in a folder.
-func ours(dir *os.File, extension string) []string {
-	var names []string
-	_ = eachEntry(dir, func(e fs.DirEntry) bool { // a folder with too many entries has been read in part
-		if strings.HasPrefix(e.Name(), namePrefix) && strings.HasSuffix(e.Name(), extension) {
-			names = append(names, e.Name())
-		}
-		return true
-	})
-	return names
-}
-
 func (r *run) isNameWanted(name string) bool {
 	return slices.ContainsFunc(r.wanted, func(c certificate) bool { return c.name == name })
 }
@@ -109,9 +97,9 @@ func remove(dir *os.File, name string) error {
 // hasOne reports whether one of the paths exists.
 func (r *root) hasOne(paths []string) bool {
 	for _, p := range paths {
-		f, err := r.openat2(p, unix.O_PATH, 0)
+		fd, err := r.openFD(p, unix.O_PATH, 0)
 		if err == nil {
-			_ = f.Close() // a descriptor that was only looked through
+			_ = unix.Close(fd) // a descriptor that was only looked through
 			return true
 		}
 	}
@@ -152,6 +140,10 @@ func makeOne(r *root, above *os.File, name string) error {
 	}
 	if err := unix.Mkdirat(int(above.Fd()), name, 0o755); err != nil {
 		return &fs.PathError{Op: "mkdir", Path: above.Name() + name, Err: err}
+	}
+	if made, err := openNoFollow(above, name, unix.O_PATH|unix.O_DIRECTORY); err == nil {
+		giveToOwner(made, above)
+		_ = made.Close() // a descriptor that was only looked through
 	}
 	return nil
 }

@@ -1,27 +1,9 @@
 package truststore
 
-import (
-	"context"
-	"fmt"
-	"io/fs"
-	"strings"
-	"time"
+import "context"
 
-	"golang.org/x/sys/unix"
-)
-
-const (
-	// maxSearch bounds the time of the search for certifi: a container starts that much later. maxSearched bounds its
-	// folders, and maxSearchDepth their depth.
-	// A pyenv's packages lie in /root/.pyenv/versions/3.13.1/lib/python3.13/site-packages, which is depth 7.
-	maxSearch      = 25 * time.Millisecond
-	maxSearched    = 4000
-	maxSearchDepth = 9
-	// maxQueued bounds the folders that are still to be searched.
-	maxQueued = 16_000
-	// maxPackages bounds the folders of packages that are found.
-	maxPackages = 64
-)
+// maxPackages bounds the folders of packages that are found.
+const maxPackages = 64
 
 // inPackages are the bundles that Python packages bring along, in their folder. Those of requests, httpx, aiohttp and
 // of most others is certifi's.
@@ -42,6 +24,7 @@ var fixedCertifi = []string{
 }
 
 // commonPackages are patterns of the folders of packages that are looked at before the search, however long it takes.
+// Some of them are links, or lie in folders that are not searched.
 var commonPackages = []string{
 	"/usr/lib/python3/dist-packages",
 	"/usr/lib/python*/site-packages",
@@ -57,83 +40,43 @@ var commonPackages = []string{
 	"/*/.venv/lib/python*/site-packages",
 	"/*/venv/lib/python*/site-packages",
 	"/root/.local/lib/python*/site-packages",
+	"/root/.local/share/uv/*/*/lib/python*/site-packages", // its Pythons and its tools
+	"/root/.local/share/pipx/venvs/*/lib/python*/site-packages",
 	"/root/.pyenv/versions/*/lib/python*/site-packages",
+	"/root/.cache/pypoetry/virtualenvs/*/lib/python*/site-packages",
 	"/home/*/.local/lib/python*/site-packages",
+	"/home/*/.local/share/uv/*/*/lib/python*/site-packages",
+	"/home/*/.local/share/pipx/venvs/*/lib/python*/site-packages",
 	"/home/*/.pyenv/versions/*/lib/python*/site-packages",
+	"/home/*/.cache/pypoetry/virtualenvs/*/lib/python*/site-packages",
 }
 
-// notSearched are the folders in which no Python packages lie and that have many others.
-var notSearched = map[string]bool{
-	"/proc": true, "/sys": true, "/dev": true, "/run": true, "/boot": true, "/etc": true, "/usr/share": true,
-	"/usr/include": true, "/usr/src": true, "/usr/bin": true, "/usr/sbin": true, "/usr/libexec": true,
-	"/usr/lib/jvm": true, "/usr/lib/gcc": true, "/usr/lib/locale": true, "/usr/lib/modules": true,
-	"/usr/lib/firmware": true, "/usr/lib/systemd": true, "/usr/lib/x86_64-linux-gnu": true,
-	"/usr/lib/aarch64-linux-gnu": true, "/usr/local/go": true, "/usr/local/share": true, "/var/cache": true,
-	"/var/log": true, "/var/lib/dpkg": true, "/var/lib/apt": true, "/var/lib/rpm": true, "/var/spool": true,
-}
-
-// namesNotSearched are the names of folders, anywhere, in which no Python packages lie.
-var namesNotSearched = map[string]bool{
-	"node_modules": true, ".git": true, "__pycache__": true, ".cache": true, ".npm": true, ".cargo": true,
-}
-
-// findCertifi searches the root for folders of Python packages, those near the top first, and returns the paths of
-// the bundles in them. Volumes are not searched. unsearched says why the search ended early, if it did.
+// findCertifi returns the paths that bundles have in Python packages, of the usual places and of those that a search
+// finds. There need not be a file at each. unsearched says why the search ended early, if it did.
 func (r *root) findCertifi(ctx context.Context) (found []string, unsearched string) {
 	found = r.expand(fixedCertifi)
+	seen := make(map[string]bool)
+	add := func(packages string) {
+		if !seen[packages] {
+			seen[packages] = true
+			found = append(found, r.bundlesIn(packages)...)
+		}
+	}
 	for _, packages := range r.expand(commonPackages) {
-		found = append(found, bundlesIn(packages)...)
+		add(packages)
 	}
-	deadline, packages := time.Now().Add(maxSearch), 0
-	queue := []string{""}
-	for searched := 0; len(queue) > 0; searched++ {
-		switch {
-		case ctx.Err() != nil || time.Now().After(deadline):
-			return found, fmt.Sprintf("%d folders searched for certifi in %s", searched, maxSearch)
-		case searched == maxSearched:
-			return found, fmt.Sprintf("%d folders searched for certifi, and no more", searched)
-		case packages >= maxPackages:
-			return found, fmt.Sprintf("%d folders of Python packages found, and no more searched for", packages)
-		}
-		folder := queue[0]
-		queue = queue[1:]
-		for _, sub := range r.subfolders(folder) {
-			if isPackages(sub) {
-				packages++
-				found = append(found, bundlesIn(sub)...)
-			} else if strings.Count(sub, "/") < maxSearchDepth && len(queue) < maxQueued {
-				queue = append(queue, sub)
-			}
-		}
+	searched, unsearched := r.search(ctx, maxPackages)
+	for _, packages := range searched {
+		add(packages)
 	}
-	return found, ""
+	return found, unsearched
 }
 
-// subfolders are the folders in a folder that may have packages below them. A folder that cannot be read has none.
-func (r *root) subfolders(folder string) []string {
-	dir, err := r.openFolder(folder+"/", unix.RESOLVE_NO_XDEV|unix.RESOLVE_NO_SYMLINKS)
-	if err != nil {
+// bundlesIn are the paths that bundles have in a folder of packages, if there is one.
+func (r *root) bundlesIn(packages string) []string {
+	if !r.hasOne([]string{packages}) {
 		return nil
 	}
-	defer func() { _ = dir.Close() }() // only read
-	var found []string
-	_ = eachEntry(dir, func(e fs.DirEntry) bool { // a folder with too many entries has been read in part
-		path := folder + "/" + e.Name()
-		if e.IsDir() && !notSearched[path] && !namesNotSearched[e.Name()] {
-			found = append(found, path)
-		}
-		return len(found) < maxQueued
-	})
-	return found
-}
-
-// isPackages reports whether a folder is one for Python packages.
-func isPackages(path string) bool {
-	return strings.HasSuffix(path, "/site-packages") || strings.HasSuffix(path, "/dist-packages")
-}
-
-// bundlesIn are the paths that bundles have in a folder of packages.
-func bundlesIn(packages string) []string {
 	var paths []string
 	for _, file := range inPackages {
 		paths = append(paths, packages+"/"+file)

@@ -31,29 +31,40 @@ func (r *run) addDirectory(path string) {
 	var action Action
 	if err == nil {
 		defer func() { _ = dir.Close() }() // its files are closed
-		if !isHashed(dir) {
+		files, hashed := hashedNames(dir)
+		if !hashed {
 			return
 		}
-		action, err = r.updateDirectory(dir)
+		action, err = r.updateDirectory(dir, files)
 	}
 	r.note(path, Directory, action, err)
 }
 
-// isHashed reports whether a folder has a name such as 5ad8a5d6.0.
-func isHashed(dir *os.File) bool {
-	found := false
-	_ = eachEntry(dir, func(e fs.DirEntry) bool { // a folder with too many entries has been read in part
-		hash, number, ok := strings.Cut(e.Name(), ".")
-		_, hashErr := strconv.ParseUint(hash, 16, 32)
-		_, numberErr := strconv.ParseUint(number, 10, 16)
-		found = ok && len(hash) == 8 && hashErr == nil && numberErr == nil
-		return !found
+// hashedNames returns the names of our files in a folder, and whether it has a name such as 5ad8a5d6.0.
+func hashedNames(dir *os.File) (files []string, hashed bool) {
+	_ = eachEntry(dir, func(e entry) bool { // a folder with too many entries has been read in part
+		hashed = hashed || isHashName(string(e.name))
+		if isOurs(e, pemExtension) {
+			files = append(files, string(e.name))
+		}
+		return true
 	})
-	return found
+	return files, hashed
 }
 
-func (r *run) updateDirectory(dir *os.File) (Action, error) {
-	if r.isDirectoryCurrent(dir) {
+func isHashName(name string) bool {
+	hash, number, ok := strings.Cut(name, ".")
+	if !ok || len(hash) != 8 {
+		return false
+	}
+	_, hashErr := strconv.ParseUint(hash, 16, 32)
+	_, numberErr := strconv.ParseUint(number, 10, 16)
+	return hashErr == nil && numberErr == nil
+}
+
+// updateDirectory brings a directory up to date that has some files of ours.
+func (r *run) updateDirectory(dir *os.File, files []string) (Action, error) {
+	if r.isDirectoryCurrent(dir, files) {
 		return Present, nil
 	}
 	info, err := statFD(dir)
@@ -62,7 +73,7 @@ func (r *run) updateDirectory(dir *os.File) (Action, error) {
 	}
 	writeErr := r.root.checkOwn(info, dir.Name())
 	if writeErr == nil {
-		writeErr = r.writeDirectory(dir)
+		writeErr = r.writeDirectory(dir, files)
 	}
 	if writeErr == nil {
 		return Appended, nil
@@ -74,8 +85,8 @@ func (r *run) updateDirectory(dir *os.File) (Action, error) {
 }
 
 // isDirectoryCurrent reports whether a directory has all wanted certificates and none of ours besides.
-func (r *run) isDirectoryCurrent(dir *os.File) bool {
-	for _, name := range ours(dir, pemExtension) {
+func (r *run) isDirectoryCurrent(dir *os.File, files []string) bool {
+	for _, name := range files {
 		if !r.isNameWanted(strings.TrimSuffix(name, pemExtension)) {
 			return false
 		}
@@ -97,7 +108,7 @@ func (r *run) isHashLinked(dir *os.File, c certificate) bool {
 			return false
 		}
 		found := false
-		_, err = scanPEM(strings.NewReader(data), func(b pemBlock) {
+		_, err = scanPEM(strings.NewReader(data), r.mayBeKnown, func(b pemBlock) {
 			found = found || b.valid && b.fingerprint == c.fingerprint
 		})
 		if err == nil && found {
@@ -125,9 +136,9 @@ func (r *run) readLinked(dir *os.File, name string) (string, error) {
 
 func hashName(hash string, number int) string { return hash + "." + strconv.Itoa(number) }
 
-// writeDirectory removes the certificates of ours that are not wanted, and adds the others.
-func (r *run) writeDirectory(dir *os.File) error {
-	for _, name := range ours(dir, pemExtension) {
+// writeDirectory removes those of our files that are not wanted, and adds the others.
+func (r *run) writeDirectory(dir *os.File, files []string) error {
+	for _, name := range files {
 		if r.isNameWanted(strings.TrimSuffix(name, pemExtension)) {
 			continue
 		}
@@ -279,14 +290,15 @@ func (r *run) copyFolder(to, from *os.File, left *int64, depth int) error {
 		return nil
 	}
 	var failed error
-	err := eachEntry(from, func(e fs.DirEntry) bool {
-		switch e.Type() {
-		case fs.ModeSymlink:
-			failed = copyLink(to, from, e.Name())
-		case fs.ModeDir:
-			failed = r.copySubfolder(to, from, e.Name(), left, depth)
-		case 0:
-			failed = r.copyFile(to, from, e.Name(), left)
+	err := eachEntry(from, func(e entry) bool {
+		name := string(e.name)
+		switch e.kind {
+		case unix.DT_LNK:
+			failed = copyLink(to, from, name)
+		case unix.DT_DIR:
+			failed = r.copySubfolder(to, from, name, left, depth)
+		case unix.DT_REG:
+			failed = r.copyFile(to, from, name, left)
 		}
 		return failed == nil
 	})

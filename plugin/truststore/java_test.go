@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/sha1"
 	"encoding/pem"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -124,9 +125,12 @@ func wantInOpenSSL(t *testing.T, file string, want []string) {
 func wantInJKS(t *testing.T, data []byte, want []string) {
 	t.Helper()
 	got := make(map[fingerprint]bool)
-	_, err := scanJKS(bytes.NewReader(data), int64(len(data)-sha1.Size), func(e jksEntry) {
-		got[e.fingerprint] = e.certificate
-	})
+	err := errPassword
+	for i := 0; i < len(passwords) && errors.Is(err, errPassword); i++ {
+		_, err = scanJKS(bytes.NewReader(data), int64(len(data)-sha1.Size), passwords[i], anyLength, func(e jksEntry) {
+			got[e.fingerprint] = e.certificate
+		})
+	}
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -49,8 +49,8 @@ var passwords = []string{"changeit", "changeme", ""}
 type jksEntry struct {
 	span
 	alias       string
-	certificate bool // and not a private key
-	fingerprint fingerprint
+	certificate bool        // and not a private key
+	fingerprint fingerprint // if the certificate is of a length to look for
 }
 
 // jksScan is the outcome of reading a keystore.
@@ -58,13 +58,13 @@ type jksScan struct {
 	magic, version uint32
 	count          int
 	size           int64 // without the digest
-	password       string
 }
 
 // jksReader reads a keystore as a stream.
 type jksReader struct {
-	r  *bufio.Reader
-	at int64
+	r     *bufio.Reader
+	at    int64
+	mayBe func(length int) bool
 }
 
 func (r *jksReader) take(n int64) ([]byte, error) {
@@ -111,17 +111,18 @@ func (r *jksReader) text() (string, error) {
 	return string(data), err
 }
 
-// scanJKS reads a keystore of which size bytes come before the digest, and calls visit for each entry.
-func scanJKS(r io.Reader, size int64, visit func(jksEntry)) (jksScan, error) {
+// errPassword is the error of a keystore whose digest has been made with another password.
+var errPassword = errors.New("reading the keystore: its password is none of the usual ones")
+
+// scanJKS reads a keystore of which size bytes come before the digest, checks the digest, and calls visit for each
+// entry. Only those certificates are hashed whose length may be one of those to look for.
+func scanJKS(
+	r io.Reader, size int64, password string, mayBe func(length int) bool, visit func(jksEntry),
+) (jksScan, error) {
 	scan := jksScan{size: size}
-	digests := make([]hash.Hash, len(passwords))
-	writers := make([]io.Writer, len(passwords))
-	for i, p := range passwords {
-		digests[i] = jksDigest(p)
-		writers[i] = digests[i]
-	}
-	body := io.TeeReader(io.LimitReader(r, size), io.MultiWriter(writers...))
-	in := &jksReader{r: bufio.NewReaderSize(body, 32<<10)}
+	digest := jksDigest(password)
+	body := io.TeeReader(io.LimitReader(r, size), digest)
+	in := &jksReader{r: bufio.NewReaderSize(body, 32<<10), mayBe: mayBe}
 	if err := in.entries(&scan, visit); err != nil {
 		return scan, err
 	}
@@ -132,13 +133,10 @@ func scanJKS(r io.Reader, size int64, visit func(jksEntry)) (jksScan, error) {
 	if _, err := io.ReadFull(r, stored[:]); err != nil {
 		return scan, fmt.Errorf("reading the digest of the keystore: %w", unexpected(err))
 	}
-	for i, d := range digests {
-		if [sha1.Size]byte(d.Sum(nil)) == stored {
-			scan.password = passwords[i]
-			return scan, nil
-		}
+	if [sha1.Size]byte(digest.Sum(nil)) != stored {
+		return scan, errPassword
 	}
-	return scan, errors.New("reading the keystore: its password is none of the usual ones")
+	return scan, nil
 }
 
 func jksDigest(password string) hash.Hash {
@@ -219,7 +217,7 @@ func (r *jksReader) privateKey(version uint32) error {
 	return nil
 }
 
-// certificate reads a certificate and hashes it.
+// certificate reads a certificate, and hashes it if it may be one of those to look for.
 func (r *jksReader) certificate(version uint32) (fingerprint, error) {
 	if version == 2 {
 		if _, err := r.text(); err != nil {
@@ -229,6 +227,9 @@ func (r *jksReader) certificate(version uint32) (fingerprint, error) {
 	length, err := r.uint32()
 	if err != nil {
 		return fingerprint{}, err
+	}
+	if !r.mayBe(int(length)) {
+		return fingerprint{}, r.skip(int64(length))
 	}
 	digest := sha256.New()
 	hashed, err := io.CopyN(digest, r.r, int64(length))
@@ -260,13 +261,24 @@ func (r *run) changeOfKeystore(ctx context.Context, f io.ReaderAt, size int64) (
 	}
 }
 
+// changeOfJKS tries one password after the other: the first one is right for nearly all keystores.
 func (r *run) changeOfJKS(ctx context.Context, f io.ReaderAt, size int64) (change, error) {
+	for _, password := range passwords {
+		change, err := r.changeWithPassword(ctx, f, size, password)
+		if !errors.Is(err, errPassword) {
+			return change, err
+		}
+	}
+	return nil, errPassword
+}
+
+func (r *run) changeWithPassword(ctx context.Context, f io.ReaderAt, size int64, password string) (change, error) {
 	var drop []span
 	have := make(map[fingerprint]bool)
-	scan, err := scanJKS(readerOf(ctx, f), size-sha1.Size, func(e jksEntry) {
+	scan, err := scanJKS(readerOf(ctx, f), size-sha1.Size, password, r.mayBeKnown, func(e jksEntry) {
 		wanted := e.certificate && r.isWanted(e.fingerprint)
 		switch {
-		case e.certificate && !wanted && (isOurAlias(e.alias) || r.former[e.fingerprint]):
+		case e.certificate && !wanted && (isOurAlias(e.alias) || r.isFormer(e.fingerprint)):
 			drop = append(drop, e.span)
 		case wanted:
 			have[e.fingerprint] = true
@@ -285,7 +297,7 @@ func (r *run) changeOfJKS(ctx context.Context, f io.ReaderAt, size int64) (chang
 		return nil, nil //nolint:nilnil // no change
 	}
 	return func(w io.Writer) error {
-		digest := jksDigest(scan.password)
+		digest := jksDigest(password)
 		both := io.MultiWriter(w, digest)
 		header := binary.BigEndian.AppendUint32(nil, scan.magic)
 		header = binary.BigEndian.AppendUint32(header, scan.version)

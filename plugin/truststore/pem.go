@@ -9,6 +9,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
+	"sync"
 )
 
 // change writes the changed contents of a store. It is nil if the store is as it should be.
@@ -21,7 +23,7 @@ type span struct{ from, to int64 }
 type pemBlock struct {
 	span        // from the marker if there is one
 	fingerprint fingerprint
-	valid       bool // the base64 could be decoded
+	valid       bool // the base64 is of a length to look for, and could be decoded
 	marked      bool
 }
 
@@ -38,9 +40,18 @@ type pemScan struct {
 	endsInLine bool // without a newline at its end
 }
 
-// scanPEM reads a bundle as a stream and calls visit for each of its certificates.
-func scanPEM(r io.Reader, visit func(pemBlock)) (pemScan, error) {
-	lines := bufio.NewReaderSize(r, maxLine)
+// lineReaders are readers of bundles, each with a large buffer.
+var lineReaders = sync.Pool{New: func() any { return bufio.NewReaderSize(nil, maxLine) }}
+
+// scanPEM reads a bundle as a stream and calls visit for each of its certificates. Only those are decoded and hashed
+// whose DER has a length that may be one of those to look for.
+func scanPEM(r io.Reader, mayBe func(length int) bool, visit func(pemBlock)) (pemScan, error) {
+	lines, _ := lineReaders.Get().(*bufio.Reader)
+	lines.Reset(r)
+	defer func() {
+		lines.Reset(nil)
+		lineReaders.Put(lines)
+	}()
 	var (
 		scan   pemScan
 		block  pemBlock
@@ -74,7 +85,9 @@ func scanPEM(r io.Reader, visit func(pemBlock)) (pemScan, error) {
 			marked = false
 		case string(trimmed) == pemEnd && inside:
 			block.to, inside = scan.size, false
-			block.fingerprint, block.valid = fingerprintOf(text)
+			if mayBe(derLength(text)) {
+				block.fingerprint, block.valid = fingerprintOf(text)
+			}
 			visit(block)
 		case inside && len(text)+len(trimmed) <= 2*maxCA:
 			text = append(text, trimmed...)
@@ -94,6 +107,27 @@ func scanPEM(r io.Reader, visit func(pemBlock)) (pemScan, error) {
 	}
 }
 
+// derLength is the length of what base64 encodes.
+func derLength(text []byte) int {
+	return len(bytes.TrimRight(text, "=")) * 6 / 8
+}
+
+// mayBeKnown reports whether a certificate of some length may be a wanted one, or a former one.
+func (r *run) mayBeKnown(length int) bool {
+	for _, l := range r.former {
+		if l == length {
+			return true
+		}
+	}
+	return slices.ContainsFunc(r.wanted, func(c certificate) bool { return len(c.der) == length })
+}
+
+// isFormer reports whether a certificate is one that an earlier run made an anchor and that is not wanted any more.
+func (r *run) isFormer(f fingerprint) bool {
+	_, ok := r.former[f]
+	return ok
+}
+
 // fingerprintOf decodes base64 in place and hashes the result.
 func fingerprintOf(text []byte) (fingerprint, bool) {
 	n, err := base64.StdEncoding.Decode(text, text)
@@ -107,10 +141,10 @@ func fingerprintOf(text []byte) (fingerprint, bool) {
 func (r *run) changeOfBundle(ctx context.Context, f io.ReaderAt) (change, error) {
 	var drop []span
 	have := make(map[fingerprint]bool)
-	scan, err := scanPEM(readerOf(ctx, f), func(b pemBlock) {
+	scan, err := scanPEM(readerOf(ctx, f), r.mayBeKnown, func(b pemBlock) {
 		wanted := b.valid && r.isWanted(b.fingerprint)
 		switch {
-		case b.marked && (!wanted || have[b.fingerprint]), b.valid && r.former[b.fingerprint]:
+		case b.marked && (!wanted || have[b.fingerprint]), b.valid && r.isFormer(b.fingerprint):
 			drop = append(drop, b.span)
 		case wanted:
 			have[b.fingerprint] = true

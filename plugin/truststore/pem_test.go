@@ -70,7 +70,7 @@ func FuzzBundle(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		var blocks []pemBlock
-		scan, err := scanPEM(bytes.NewReader(data), func(b pemBlock) { blocks = append(blocks, b) })
+		scan, err := scanPEM(bytes.NewReader(data), anyLength, func(b pemBlock) { blocks = append(blocks, b) })
 		if err != nil {
 			return
 		}

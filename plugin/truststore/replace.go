@@ -164,12 +164,27 @@ func writeFile(dir *os.File, name string, contents []byte) (present bool, err er
 		if err := f.Chmod(0o644); err != nil {
 			return fmt.Errorf("giving the new file its mode: %w", err)
 		}
+		giveToOwner(f, dir)
 		return nil
 	})
 	if err != nil {
 		return false, fmt.Errorf("writing %s: %w", dir.Name()+"/"+name, err)
 	}
 	return false, nil
+}
+
+// giveToOwner gives a new file, or a new folder, to the owner of the folder in which it lies: where the container has a
+// user namespace and this process has not, the container would show it as nobody's. A file of nobody's serves as well,
+// so an error does not count.
+func giveToOwner(f, dir *os.File) {
+	its, err := statFD(f)
+	if err != nil {
+		return
+	}
+	owner, err := statFD(dir)
+	if err == nil && (its.Uid != owner.Uid || its.Gid != owner.Gid) {
+		_ = unix.Fchownat(int(f.Fd()), "", int(owner.Uid), int(owner.Gid), unix.AT_EMPTY_PATH)
+	}
 }
 
 // maxSmall bounds the files with a single certificate.

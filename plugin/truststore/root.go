@@ -3,7 +3,6 @@ package truststore
 import (
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path"
@@ -19,8 +18,6 @@ const (
 	maxLinks = 40
 	// maxPath is the kernel's bound of a path (PATH_MAX).
 	maxPath = 4096
-	// maxEntries bounds the entries of one folder that are read.
-	maxEntries = 20_000
 	// maxStore bounds the size of a store; 10,000 certificates in PEM are about 20 MiB.
 	maxStore = 32 << 20
 )
@@ -62,22 +59,29 @@ func (r *root) close() {
 	_ = r.descriptors.Close()
 }
 
-// openat2 opens a path inside of the root. A rename elsewhere makes the kernel give up ".." with EAGAIN.
+// openat2 opens a path inside of the root.
 func (r *root) openat2(name string, flags, resolve uint64) (*os.File, error) {
+	fd, err := r.openFD(name, flags, resolve)
+	if err != nil {
+		return nil, &fs.PathError{Op: "openat2", Path: name, Err: err}
+	}
+	return os.NewFile(uintptr(fd), name), nil
+}
+
+// openFD is openat2 for the many paths of which most do not exist. A rename elsewhere makes the kernel give up ".."
+// with EAGAIN.
+func (r *root) openFD(name string, flags, resolve uint64) (int, error) {
 	how := unix.OpenHow{
-		Flags:   flags | unix.O_CLOEXEC | unix.O_NOCTTY | unix.O_NONBLOCK,
+		Flags:   flags | unix.O_CLOEXEC,
 		Resolve: resolve | unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS,
 	}
-	if flags&unix.O_PATH != 0 {
-		how.Flags &^= unix.O_NOCTTY | unix.O_NONBLOCK // invalid together
+	if flags&(unix.O_PATH|unix.O_DIRECTORY) == 0 {
+		how.Flags |= unix.O_NOCTTY | unix.O_NONBLOCK
 	}
 	for attempt := 0; ; attempt++ {
 		fd, err := unix.Openat2(int(r.dir.Fd()), name, &how)
-		if err == nil {
-			return os.NewFile(uintptr(fd), name), nil
-		}
-		if attempt == 8 || !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EINTR) {
-			return nil, &fs.PathError{Op: "openat2", Path: name, Err: err}
+		if err == nil || attempt == 8 || err != unix.EAGAIN && err != unix.EINTR { //nolint:errorlint // a plain errno
+			return fd, err
 		}
 	}
 }
@@ -255,31 +259,6 @@ func (r *root) openFolder(name string, resolve uint64) (*os.File, error) {
 	return dir, nil
 }
 
-// eachEntry calls visit for the entries of a folder, at most maxEntries, until it returns false.
-func eachEntry(dir *os.File, visit func(fs.DirEntry) bool) error {
-	if _, err := dir.Seek(0, io.SeekStart); err != nil {
-		return fmt.Errorf("reading the folder %s: %w", dir.Name(), err)
-	}
-	for count := 0; ; {
-		entries, err := dir.ReadDir(256)
-		for _, e := range entries {
-			count++
-			if count > maxEntries {
-				return fmt.Errorf("reading the folder %s: it has more than %d entries", dir.Name(), maxEntries)
-			}
-			if !visit(e) {
-				return nil
-			}
-		}
-		if errors.Is(err, io.EOF) {
-			return nil
-		}
-		if err != nil {
-			return fmt.Errorf("reading the folder %s: %w", dir.Name(), err)
-		}
-	}
-}
-
 // expand returns the paths that match patterns, in which "*" stands for any name of a folder or link to one.
 func (r *root) expand(patterns []string) []string {
 	var found []string
@@ -305,10 +284,12 @@ func (r *root) expandOne(pattern string) []string {
 	}
 	defer func() { _ = dir.Close() }() // only read
 	var names []string
-	_ = eachEntry(dir, func(e fs.DirEntry) bool { // a folder with too many entries has been read in part
-		matches, err := path.Match(wild, e.Name())
-		if matches && err == nil && e.Type()&(fs.ModeDir|fs.ModeSymlink) != 0 {
-			names = append(names, e.Name())
+	_ = eachEntry(dir, func(e entry) bool { // a folder with too many entries has been read in part
+		if e.kind != unix.DT_DIR && e.kind != unix.DT_LNK {
+			return true
+		}
+		if matches, err := path.Match(wild, string(e.name)); matches && err == nil {
+			names = append(names, string(e.name))
 		}
 		return len(names) < maxMatches
 	})

@@ -163,8 +163,8 @@ type run struct {
 	root    *root
 	wanted  []certificate
 	// former are the fingerprints of certificates that an earlier run made anchors and that are not wanted any more.
-	// The distribution's tools copy them into stores without the marker.
-	former map[fingerprint]bool
+	// The distribution's tools copy them into stores without the marker. The values are the lengths of their DER.
+	former map[fingerprint]int
 
 	mu     sync.Mutex // guards report: Add returns it while add may still run
 	report Report

@@ -72,6 +72,9 @@ func newContainerd(t testing.TB) *containerd {
 		t.Fatal(err)
 	}
 	c := &containerd{t: t, dir: dir, programs: paths}
+	for _, folder := range []string{os.Getenv(folderVariable), dir} { // for root of a user namespace
+		c.must(os.Chmod(folder, 0o711))
+	}
 	c.must(os.WriteFile(filepath.Join(dir, "config.toml"), fmt.Appendf(nil, containerdConfig, dir), 0o600))
 	c.log, err = os.Create(filepath.Join(dir, "containerd.log"))
 	c.must(err)
@@ -99,7 +102,7 @@ func (c *containerd) start() {
 	c.t.Helper()
 	c.cmd = exec.Command(c.programs["containerd"], "--config", c.dir+"/config.toml", "--root", c.dir+"/root",
 		"--state", c.dir+"/state", "--address", c.dir+"/containerd.sock")
-	c.cmd.Env = append(os.Environ(), "PATH="+filepath.Dir(c.programs["containerd"])+":/usr/sbin:/usr/bin:/sbin:/bin")
+	c.cmd.Env = append(os.Environ(), "PATH="+filepath.Dir(c.programs["containerd"])+":"+os.Getenv("PATH")+":/usr/sbin:/sbin")
 	c.cmd.Stdout, c.cmd.Stderr = c.log, c.log
 	c.must(c.cmd.Start())
 	c.eventually("containerd responds", func() bool {
@@ -158,7 +161,7 @@ type pod struct {
 
 func (p *pod) uid() string { return p.config.Metadata.Uid }
 
-func (c *containerd) newPod(name string) *pod {
+func (c *containerd) newPod(name string, adjust ...func(*cri.NamespaceOption)) *pod {
 	c.t.Helper()
 	config := &cri.PodSandboxConfig{
 		Metadata: &cri.PodSandboxMetadata{Name: name, Uid: name, Namespace: "test"},
@@ -168,6 +171,9 @@ func (c *containerd) newPod(name string) *pod {
 				NamespaceOptions: &cri.NamespaceOption{Network: cri.NamespaceMode_NODE},
 			},
 		},
+	}
+	for _, f := range adjust {
+		f(config.Linux.SecurityContext.NamespaceOptions)
 	}
 	response, err := c.cri.RunPodSandbox(c.t.Context(), &cri.RunPodSandboxRequest{Config: config})
 	c.must(err)

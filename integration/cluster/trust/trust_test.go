@@ -3,6 +3,7 @@ package trust
 import (
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -17,7 +18,7 @@ import (
 
 const (
 	withStore    = "sluice:e2e" // Debian's bundle
-	withoutStore = "tools:e2e"
+	withoutStore = "localhost/pause:node"
 	ownBundle    = "/etc/ssl/certs/ca-certificates.crt"
 )
 
@@ -111,6 +112,36 @@ func TestContainers(t *testing.T) {
 			t.Error("its bundle has the CA")
 		}
 	})
+}
+
+// userNamespaced gives a pod a user namespace, as hostUsers: false does.
+func userNamespaced(options *cri.NamespaceOption) {
+	ids := []*cri.IDMapping{{ContainerId: 0, HostId: 100_000, Length: 65_536}}
+	options.UsernsOptions = &cri.UserNamespace{Mode: cri.NamespaceMode_POD, Uids: ids, Gids: ids}
+}
+
+// TestUserNamespace: the hook in a pod with a user namespace adds the CA and cannot report it. The daemon sees the CA,
+// and adds it where there was no hook.
+func TestUserNamespace(t *testing.T) {
+	features, err := exec.Command("runc", "features").Output() // an older one does not know the command
+	if err != nil || !strings.Contains(string(features), `"idmap"`) {
+		t.Skip("containerd needs runc 1.2 or later for user namespaces")
+	}
+	c := newContainerd(t)
+	c.prepare()
+	d := c.newDaemon()
+	p := c.newPod("mapped", userNamespaced).want()
+	container := p.run("app", withStore)
+	d.wantReady(p, truststore.Trusted)
+	container.wantCA(ownBundle)
+	if got := container.sh("cat /proc/self/uid_map"); strings.Fields(got)[1] != "100000" {
+		t.Errorf("got the mapping %q, want one of the pod's own", got)
+	}
+	d.kill()
+	late := p.run("late", withStore)
+	d = c.newDaemon("setpriv", "--no-new-privs", "--bounding-set", "-all,+"+strings.Join(capabilities, ",+"))
+	d.wantReady(p, truststore.Trusted)
+	late.wantCA(ownBundle)
 }
 
 // TestAbsentDaemon: a container is created while the daemon is down or hangs, and is repaired before Ready returns.
