@@ -219,9 +219,9 @@ inspect_https() {
         say "Without mitmproxy, no proxy looks into TLS here: this step is left out."
         return
     fi
-    say "The proxy has a CA of its own. On a cluster, the container runtime runs \"sluice ca-hook\" for each container" \
-        "of a captured pod, and the hook adds the CA to the container's trust stores. There is no container runtime" \
-        "here: the demo makes a container's root, runs the hook on it, and gives the pod the annotation" \
+    say "The proxy has a CA of its own. On a cluster, the container runtime runs the hook sluice ca-hook for each" \
+        "container of a captured pod. The hook adds the CA to the container's trust stores. There is no container" \
+        "runtime here: the demo makes a container's root, runs the hook on it, and gives the pod the annotation" \
         "sluice.dev/tls: inspect. The web server's certificate is by \"a public CA\". curl gets another one:"
     cp "$dir/root/ca.crt" "$dir/ca.crt"
     await "sluiced has the CA" grep -q "the proxy's CA has changed" "$dir/sluiced.log"
@@ -236,12 +236,14 @@ inspect_https() {
     await "the proxy has logged the connection" grep -q 'TLS passed through' "$dir/proxy.log"
     say "The proxy has seen the name and the size, and no request:"
     grep -o 'sluice: TLS passed through.*' "$dir/proxy.log" | quote
-    if grep -q "GET https://$site/other" "$dir/proxy.log"; then die "the proxy has read the request of the other pod"; fi
+    if grep -q "GET https://$site/other" "$dir/proxy.log"; then
+        die "the proxy has read the request of the other pod"
+    fi
 }
 
 count_bypassing_connections() {
     step "No connection went around the proxy"
-    say "The node counts every SYN that leaves the pods. SYNs from the pods to the web server since they were added:"
+    say "The node counts every SYN that leaves the pods. SYNs from the pods to the web server so far:"
     quote <<<"ports 80 and 443: $(syns web) SYNs"
     say "Port 81 is excluded from capture in this configuration. A connection to it leaves the pod, which shows that" \
         "the counter works:"
