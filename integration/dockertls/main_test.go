@@ -1,6 +1,6 @@
 // Package dockertls tests HTTPS of a pod in which a Docker runs: dockerd trusts the proxy's CA, and the TLS of the
-// containers that it starts is passed through. dockerd is real, and so are sluiced, its hook, runc and mitmproxy; of the
-// container runtime only NRI is there.
+// containers that it starts is passed through. dockerd is real, and so are sluiced, its hook, runc and mitmproxy. Of
+// the container runtime only NRI is there.
 package dockertls
 
 import (

@@ -31,7 +31,9 @@ func newRegistry(t *testing.T, files map[string][]byte) *registry {
 	var layer bytes.Buffer
 	archive := tar.NewWriter(&layer)
 	for name, data := range files {
-		header := tar.Header{Typeflag: tar.TypeReg, Name: strings.TrimPrefix(name, "/"), Size: int64(len(data)), Mode: 0o755}
+		header := tar.Header{
+			Typeflag: tar.TypeReg, Name: strings.TrimPrefix(name, "/"), Size: int64(len(data)), Mode: 0o755,
+		}
 		must(t, archive.WriteHeader(&header))
 		_, err := archive.Write(data)
 		must(t, err)

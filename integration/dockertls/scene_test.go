@@ -104,8 +104,8 @@ func certify(t *testing.T) (tls.Certificate, []byte) {
 		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
 	}
 	leaf := &x509.Certificate{
-		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: "example.test"}, DNSNames: []string{"*.example.test"},
-		NotBefore: ca.NotBefore, NotAfter: ca.NotAfter,
+		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: "example.test"},
+		DNSNames: []string{"*.example.test"}, NotBefore: ca.NotBefore, NotAfter: ca.NotAfter,
 		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
 	}
 	caDER, err := x509.CreateCertificate(rand.Reader, ca, ca, &key.PublicKey, key)
@@ -138,7 +138,8 @@ func (s *scene) startDocker(name string, annotations map[string]string) (*testbe
 		}
 	})
 	s.runtime.Start(c, p.UID())
-	return p, p.ConnectDocker(func() {})
+	docker := p.ConnectDocker(func() {})
+	return p, docker
 }
 
 // request is a command that asks for a page by HTTPS, and tells of the certificate.

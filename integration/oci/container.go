@@ -5,8 +5,8 @@
 //	c.Start()
 //	out, err := c.Exec(nil, "", "curl", url)
 //
-// The caller is root. A container shares the caller's network namespace, unless it joins another one, and has namespaces
-// of its own else.
+// The caller is root. A container shares the caller's network namespace, unless it joins another one, and has
+// namespaces of its own else.
 package oci
 
 import (

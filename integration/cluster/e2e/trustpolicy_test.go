@@ -91,16 +91,17 @@ func trustedByPolicy(ctx context.Context, t *testing.T, c *envconf.Config) {
 }
 
 func changedByPolicy(ctx context.Context, t *testing.T, c *envconf.Config) {
+	optOut := map[string]string{"sluice.dev/capture": "false"}
 	off := newPod("dry-run", namespace, capture, "", "")
 	off.Annotations = map[string]string{"sluice.dev/ca": "off"}
 	onHost := newPod("dry-run", namespace, capture, "", "")
 	onHost.Spec.HostNetwork = true
 	for name, pod := range map[string]*corev1.Pod{
-		"a pod without the label":         newPod("dry-run", namespace, nil, "", "sleep 0"),
-		"a pod that opts out of the CA":   off,
-		"a pod on the host's network":     onHost,
-		"a pod of an excluded namespace":  newPod("dry-run", "kube-system", capture, "", ""),
-		"a pod that opts out of capture ": newPod("dry-run", namespace, map[string]string{"sluice.dev/capture": "false"}, "", ""),
+		"a pod without the label":        newPod("dry-run", namespace, nil, "", "sleep 0"),
+		"a pod that opts out of capture": newPod("dry-run", namespace, optOut, "", ""),
+		"a pod that opts out of the CA":  off,
+		"a pod on the host's network":    onHost,
+		"a pod of an excluded namespace": newPod("dry-run", "kube-system", capture, "", ""),
 	} {
 		p, err := dryRun(ctx, c, pod)
 		must(t, err)
