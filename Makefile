@@ -90,7 +90,7 @@ manifests: bin/tools/helm ## Render deploy/sluice.yaml and deploy/mitmproxy/mitm
 	deploy/render.sh > deploy/sluice.yaml
 	deploy/mitmproxy/render.sh > deploy/mitmproxy/mitmproxy.yaml
 
-demo: ## * Show in under a minute that a pod's connections wait for a late proxy, in network namespaces
+demo: ## * Show in under a minute that a pod's connections wait for a late proxy, and HTTPS, in network namespaces
 	@integration/demo.sh
 
 e2e: cluster-up bin/tools/helm ## * Run the end-to-end tests on a Kubernetes node on this machine, then remove the node

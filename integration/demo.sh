@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Demonstrates sluice in three network namespaces:
+# Demonstrates sluice in network namespaces:
 #
-#   pod: curl ──── node: sluiced, later a proxy ──── world: a web server
+#   pods: curl ──── node: sluiced, later a proxy ──── world: a web server
 #
-# A real CNI chain, bridge and then sluice, adds the pod. The machine's own network does not change, and the demo
+# A real CNI chain, bridge and then sluice, adds the pods. The machine's own network does not change, and the demo
 # removes everything that it creates. Needs root on Debian or Ubuntu, and Go.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,11 +11,15 @@ PATH=$PATH:/usr/sbin:/sbin
 
 node=sluice-demo-$$-node
 world=sluice-demo-$$-world
-pod=sluice-demo-$$-pod
+pod=sluice-demo-$$-web
+equipped=sluice-demo-$$-equipped
+plain_pod=sluice-demo-$$-plain
+site=www.example.test # the name of the web server in its certificate
 web4=198.51.100.10
 web6=2001:db8::10
 dir=            # all files of the demo
-added=          # not empty once CNI ADD has begun
+added=()        # the netns for which CNI ADD has begun
+inspects=       # not empty if the proxy looks into TLS
 cache=          # the folder in which cnitool stores results, if it did not exist before
 steps=0         # number of steps so far
 declare -A pids # of the running programs of the demo, by name
@@ -36,6 +40,7 @@ main() {
     start_proxy_late
     kill_daemon
     kill_daemon_and_proxy
+    inspect_https
     count_bypassing_connections
     step "Done"
     say "Every captured connection has gone through the proxy, however late it was. No connection was refused, and" \
@@ -64,13 +69,13 @@ build() {
 }
 
 create_network() {
-    step "Create a network of three namespaces"
+    step "Create a network of namespaces"
     quote <<END
-pod            node                       world
+pods           node                       world
 curl ───────── sluiced, later a proxy ─── web server on $web4 and $web6
 END
     local ns
-    for ns in "$node" "$world" "$pod"; do
+    for ns in "$node" "$world" "$pod" "$equipped" "$plain_pod"; do
         ip netns add "$ns"
         ip -n "$ns" link set lo up
     done
@@ -92,16 +97,18 @@ table inet demo {
 	counter excluded { }
 	chain prerouting {
 		type filter hook prerouting priority raw - 50
-		iifname "cni0" tcp flags & (syn | ack) == syn tcp dport 80 counter name web
+		iifname "cni0" tcp flags & (syn | ack) == syn tcp dport { 80, 443 } counter name web
 		iifname "cni0" tcp flags & (syn | ack) == syn tcp dport 81 counter name excluded
 	}
 }
 NFT
 
-    mkdir "$dir/www" "$dir/net.d"
-    echo "hello from the world" >"$dir/www/index.html"
+    mkdir "$dir/www" "$dir/net.d" "$dir/mitmproxy"
+    echo "hello from the world" | tee "$dir/www/index.html" "$dir/www/private" "$dir/www/other" >/dev/null
     start web "$world" python3 -m http.server --bind :: --directory "$dir/www" 80
+    serve_https
     await "the web server listens" listening "$world" 80
+    await "the web server listens" listening "$world" 443
 
     cat >"$dir/net.d/10-pods.conflist" <<CONFLIST
 {
@@ -116,7 +123,10 @@ NFT
         "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]
       }
     },
-    {"type": "sluice", "agentSocket": "$dir/agent.sock", "stateDir": "$dir/state"}
+    {
+      "type": "sluice", "agentSocket": "$dir/agent.sock", "stateDir": "$dir/state",
+      "capabilities": {"io.kubernetes.cri.pod-annotations": true}
+    }
   ]
 }
 CONFLIST
@@ -126,18 +136,35 @@ upstream:
 capture:
   source: all
   excludePorts: [81]
+trust: {caFile: $dir/ca.crt, nriSocket: $dir/none.sock}
 agentSocket: $dir/agent.sock
 stateDir: $dir/state
 CONFIG
+}
+
+# serve_https serves the same pages by TLS, with a certificate of a CA that stands for the public ones.
+serve_https() {
+    openssl req -x509 -newkey rsa:2048 -nodes -keyout "$dir/web.key" -out "$dir/web.crt" -days 1 \
+        -subj "/CN=a public CA" -addext "subjectAltName=DNS:$site" 2>/dev/null
+    start https "$world" python3 -c '
+import functools, http.server, ssl, sys
+address, dir = sys.argv[1:]
+handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=dir + "/www")
+server = http.server.ThreadingHTTPServer((address, 443), handler)
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+context.load_cert_chain(dir + "/web.crt", dir + "/web.key")
+server.socket = context.wrap_socket(server.socket, server_side=True)
+server.serve_forever()' "$web4" "$dir"
 }
 
 add_pod() {
     step "Add the pod to the network"
     say "sluiced, the daemon, runs on the node. The CNI plugins bridge and sluice run for the pod, as a container" \
         "runtime runs them. The sluice plugin asks sluiced, and installs the redirect rules in the pod's netns."
+    bin/sluiced ca root --dir "$dir/root" >/dev/null
+    bin/sluiced ca issue --root "$dir/root" --dir "$dir/mitmproxy" --node demo >/dev/null
     start_sluiced
-    added=yes
-    cni add >"$dir/result.json"
+    cni add "$pod" >"$dir/result.json"
     jq -r '"the pod has the addresses " + ([.ips[].address] | join(" and "))' "$dir/result.json" | quote
 }
 
@@ -186,16 +213,44 @@ kill_daemon_and_proxy() {
     sed -n 's/ - - .*\(".*"\)/ \1/p' "$dir/web.log" | quote
 }
 
+inspect_https() {
+    step "HTTPS"
+    if [[ -z $inspects ]]; then
+        say "Without mitmproxy, no proxy looks into TLS here: this step is left out."
+        return
+    fi
+    say "The proxy has a CA of its own. On a cluster, the container runtime runs the hook sluice ca-hook for each" \
+        "container of a captured pod. The hook adds the CA to the container's trust stores. There is no container" \
+        "runtime here: the demo makes a container's root, runs the hook on it, and gives the pod the annotation" \
+        "sluice.dev/tls: inspect. The web server's certificate is by \"a public CA\". curl gets another one:"
+    cp "$dir/root/ca.crt" "$dir/ca.crt"
+    await "sluiced has the CA" grep -q "the proxy's CA has changed" "$dir/sluiced.log"
+    cni add "$equipped" '{"sluice.dev/tls": "inspect"}' >/dev/null
+    curl_https "$equipped" hook private
+    await "the proxy has logged the request" grep -q "GET https://$site/private" "$dir/proxy.log"
+    say "The proxy has read the request:"
+    grep "GET https://$site/private" "$dir/proxy.log" | quote
+    say "The container of another captured pod is not given the CA. The proxy passes its TLS through:"
+    cni add "$plain_pod" >/dev/null
+    curl_https "$plain_pod" nothing other
+    await "the proxy has logged the connection" grep -q 'TLS passed through' "$dir/proxy.log"
+    say "The proxy has seen the name and the size, and no request:"
+    grep -o 'sluice: TLS passed through.*' "$dir/proxy.log" | quote
+    if grep -q "GET https://$site/other" "$dir/proxy.log"; then
+        die "the proxy has read the request of the other pod"
+    fi
+}
+
 count_bypassing_connections() {
     step "No connection went around the proxy"
-    say "The node counts every SYN that leaves the pod. SYNs from the pod to the web server since the pod was added:"
-    quote <<<"port 80: $(syns web) SYNs"
+    say "The node counts every SYN that leaves the pods. SYNs from the pods to the web server so far:"
+    quote <<<"ports 80 and 443: $(syns web) SYNs"
     say "Port 81 is excluded from capture in this configuration. A connection to it leaves the pod, which shows that" \
         "the counter works:"
     on "$pod" curl -s --noproxy '*' --max-time 5 "http://$web4:81/" || true
     quote <<<"port 81: $(syns excluded) SYN"
     if (($(syns web) != 0 || $(syns excluded) == 0)); then
-        die "wrong number of SYNs: want 0 to port 80, and at least 1 to port 81"
+        die "wrong number of SYNs: want 0 to ports 80 and 443, and at least 1 to port 81"
     fi
 }
 
@@ -203,11 +258,38 @@ count_bypassing_connections() {
 
 on() { ip netns exec "$@"; }
 
-# cni VERB runs ADD or DEL of the CNI chain for the pod, as a container runtime does.
+# cni VERB NETNS [ANNOTATIONS] runs ADD or DEL of the CNI chain for a pod, as a container runtime does.
 cni() {
+    [[ $1 == del ]] || added+=("$2")
     on "$node" env CNI_PATH="$PWD/bin:/usr/lib/cni" NETCONFPATH="$dir/net.d" \
-        CNI_ARGS="IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=web;K8S_POD_UID=demo" \
-        bin/tools/cnitool "$1" pods "/run/netns/$pod"
+        CAP_ARGS="{\"io.kubernetes.cri.pod-annotations\": ${3:-{\}}}" \
+        CNI_ARGS="IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=${2##*-};K8S_POD_UID=${2##*-}" \
+        bin/tools/cnitool "$1" pods "/run/netns/$2"
+}
+
+# curl_https NETNS WORK PAGE runs curl in a container of a pod, and prints the page and the issuer of the certificate.
+# The container's root is an overlay over this machine's, in a mount namespace that ends with curl. The work before is
+# `hook` or `nothing`.
+curl_https() {
+    local url=https://$site/$3
+    printf '  %s$ curl %s%s\n' "$dim" "$url" "$plain"
+    # shellcheck disable=SC2016 # bash expands it
+    unshare --mount bash -euc '
+        dir=$1 netns=$2 work=$3 site=$4 ip=$5 url=$6
+        bundle=$dir/container
+        mkdir -p "$bundle"
+        mount -t tmpfs tmpfs "$bundle"
+        mkdir "$bundle/upper" "$bundle/work" "$bundle/rootfs"
+        mount -t overlay overlay -o "lowerdir=/,upperdir=$bundle/upper,workdir=$bundle/work" "$bundle/rootfs"
+        cat "$dir/web.crt" >>"$bundle/rootfs/etc/ssl/certs/ca-certificates.crt"
+        if [[ $work == hook ]]; then
+            echo "{\"root\": {\"path\": \"rootfs\"}}" >"$bundle/config.json"
+            bin/sluice ca-hook --ca "$dir/ca.crt" <<<"{\"ociVersion\": \"1.2.0\", \"bundle\": \"$bundle\"}"
+        fi
+        ip netns exec "$netns" chroot "$bundle/rootfs" curl -sSv --noproxy "*" --max-time 60 \
+            --resolve "$site:443:$ip" "$url"' bash "$dir" "$1" "$2" "$site" "$web4" "$url" >"$dir/https.out" 2>&1 ||
+        die "curl failed: $(cat "$dir/https.out")"
+    sed -n 's/^\* *\(issuer: \)/\1/p; /^hello/p' "$dir/https.out" | quote
 }
 
 # start NAME NETNS COMMAND… runs a program in the background. Its output goes to NAME.log.
@@ -237,8 +319,10 @@ start_proxy() {
     local socket=$dir/proxy.sock mitmdump
     if mitmdump=$(PATH=$PWD/bin/mitmproxy/default:$PATH command -v mitmdump); then
         say "The proxy starts: mitmdump -s deploy/mitmproxy/sluice.py"
+        inspects=yes
         start proxy "$node" env HOME="$dir" PYTHONUNBUFFERED=1 "$mitmdump" -s deploy/mitmproxy/sluice.py \
-            --set "sluice_socket=$socket" --set server=false --set "confdir=$dir/mitmproxy"
+            --set "sluice_socket=$socket" --set server=false --showhost --set "confdir=$dir/mitmproxy" \
+            --set "ssl_verify_upstream_trusted_ca=$dir/web.crt"
     else
         say "The proxy starts. mitmproxy is not available on this machine, so a small proxy of this repository" \
             "takes its place: bin/connectproxy -sockets"
@@ -318,13 +402,13 @@ cleanup() {
     trap '' INT TERM HUP
     set +e
     local name
-    if [[ -n $added ]]; then
-        cni del >/dev/null 2>&1
-    fi
+    for name in "${added[@]}"; do
+        cni del "$name" >/dev/null 2>&1
+    done
     for name in "${!pids[@]}"; do
         stop "$name" KILL
     done
-    for name in "$pod" "$world" "$node"; do
+    for name in "$pod" "$equipped" "$plain_pod" "$world" "$node"; do
         [[ -e /run/netns/$name ]] && ip netns del "$name"
     done
     [[ -n $cache ]] && rmdir "$cache/results" "$cache" 2>/dev/null

@@ -59,7 +59,7 @@ test) wanted=$common$test$mitmproxy version="default 8.1.1" ;;
 test-mitmproxy) wanted=$common$test$mitmproxy$debian13 ;;
 trust-table) wanted=$common$test$debian13 ;;
 lint) wanted=$lint ;;
-demo) wanted=$common optional=$mitmproxy version=default ;;
+demo) wanted=$common"openssl openssl" optional=$mitmproxy version=default ;;
 bench) wanted=$common$bench$mitmproxy$debian13 version="default 8.1.1 12.3.1" ;;
 e2e) wanted=$e2e$debian13 version=12.3.1 ;;
 screenshot) wanted=$common$test$debian13"chromium chromium" version=12.3.1 ;;

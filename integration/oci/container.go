@@ -5,7 +5,8 @@
 //	c.Start()
 //	out, err := c.Exec(nil, "", "curl", url)
 //
-// The caller is root. A container shares the caller's network namespace, and has namespaces of its own else.
+// The caller is root. A container shares the caller's network namespace, unless it joins another one, and has
+// namespaces of its own else.
 package oci
 
 import (
@@ -79,6 +80,13 @@ func (c *Container) Write(path, content string) {
 func (c *Container) Bind(source, destination string) {
 	c.Spec.Mounts = append(c.Spec.Mounts, specs.Mount{
 		Destination: destination, Type: "bind", Source: source, Options: []string{"bind", "ro"},
+	})
+}
+
+// Share mounts a folder of the machine into the container, at the same path.
+func (c *Container) Share(folder string) {
+	c.Spec.Mounts = append(c.Spec.Mounts, specs.Mount{
+		Destination: folder, Type: "bind", Source: folder, Options: []string{"bind"},
 	})
 }
 

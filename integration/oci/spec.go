@@ -1,6 +1,8 @@
 package oci
 
 import (
+	"slices"
+
 	"github.com/containerd/nri/pkg/api"
 	"github.com/opencontainers/runtime-spec/specs-go"
 )
@@ -57,4 +59,22 @@ func (c *Container) Adjust(a *api.ContainerAdjustment) {
 func (c *Container) SetUser(id uint32) {
 	c.Spec.Process.User = specs.User{UID: id, GID: id}
 	c.Spec.Process.Capabilities = &specs.LinuxCapabilities{}
+}
+
+// SetPrivileged lets the container run a Docker: with more capabilities, all devices, and the machine's cgroups.
+func (c *Container) SetPrivileged() {
+	all := append(slices.Clone(capabilities), "CAP_NET_ADMIN", "CAP_SYS_ADMIN", "CAP_SYS_PTRACE")
+	c.Spec.Process.Capabilities = &specs.LinuxCapabilities{Bounding: all, Effective: all, Permitted: all}
+	c.Spec.Linux.Resources = &specs.LinuxResources{Devices: []specs.LinuxDeviceCgroup{{Allow: true, Access: "rwm"}}}
+	c.Spec.Mounts = append(c.Spec.Mounts,
+		specs.Mount{Destination: "/sys", Type: "sysfs", Source: "sysfs"},
+		specs.Mount{Destination: "/run", Type: "tmpfs", Source: "tmpfs"},
+		specs.Mount{Destination: "/sys/fs/cgroup", Type: "bind", Source: "/sys/fs/cgroup", Options: []string{"rbind"}},
+	)
+}
+
+// JoinNetwork puts the container into the netns at a path.
+func (c *Container) JoinNetwork(path string) {
+	network := specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: path}
+	c.Spec.Linux.Namespaces = append(c.Spec.Linux.Namespaces, network)
 }

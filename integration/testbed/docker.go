@@ -42,7 +42,7 @@ wait $dockerd`
 // Docker is a dockerd in a pod, as CI runners have it.
 type Docker struct {
 	pod     *Pod
-	program *Program
+	program *Program // nil unless StartDocker has started it
 	client  *http.Client
 }
 
@@ -50,24 +50,51 @@ type Docker struct {
 // and fd00:d0c::1/64. dockerd uses the iptables of the variant, nft or legacy, and gets further options.
 func (p *Pod) StartDocker(variant string, options ...string) *Docker {
 	p.tb.Helper()
+	args := append(p.PrepareDocker(), options...)
+	tools := filepath.Join(p.DockerDir(), "iptables")
+	if err := linkTools(tools, variant); err != nil {
+		p.tb.Fatalf("the iptables of dockerd: %v", err)
+	}
+	cmd := exec.Command("sh", append([]string{"-euc", startDocker, "sh", tools}, args...)...)
+	if _, err := cmd.StdinPipe(); err != nil { // never written to; it ends with this process
+		p.tb.Fatalf("the input of dockerd: %v", err)
+	}
+	program := launch(p.Host, "dockerd", cmd, unix.CLONE_NEWNS|unix.CLONE_NEWPID)
+	d := p.ConnectDocker(func() {
+		if program.Ended() {
+			p.tb.Fatalf("dockerd ended: %s", program.Log())
+		}
+	})
+	d.program = program
+	image, err := archive(map[string]string{"bin/busybox": "/bin/busybox"}, nil)
+	if err != nil {
+		p.tb.Fatalf("making an image: %v", err)
+	}
+	d.stream("/images/create", url.Values{"fromSrc": {"-"}, "repo": {dockerImage}}, image)
+	return d
+}
+
+// DockerDir is the folder for the files of the pod's dockerd.
+func (p *Pod) DockerDir() string { return filepath.Join(p.node.Dir, p.Name()) }
+
+func (p *Pod) dockerSocket() string { return filepath.Join(p.DockerDir(), "docker.sock") }
+
+// PrepareDocker makes the pod ready for a dockerd, and returns the arguments of dockerd.
+func (p *Pod) PrepareDocker() []string {
+	p.tb.Helper()
 	if os.Getenv(inUserNS) != "" {
 		p.tb.Fatalf("dockerd needs root: run this test as root")
 	}
-	dir := filepath.Join(p.node.Dir, p.Name())
-	socket, cgroup := filepath.Join(dir, "docker.sock"), "/"+p.Host.Name
-	args := append([]string{
-		"--host", "unix://" + socket, "--data-root", filepath.Join(dir, "data"),
+	cgroup := "/" + p.Host.Name
+	args := []string{
+		"--host", "unix://" + p.dockerSocket(), "--data-root", filepath.Join(p.DockerDir(), "data"),
 		"--exec-root", "/run/docker", "--pidfile", "/run/docker.pid",
 		"--exec-opt", "native.cgroupdriver=cgroupfs", "--cgroup-parent", cgroup,
 		"--bip", "172.17.0.1/16", "--ipv6", "--fixed-cidr-v6", "fd00:d0c::/64", "--ip6tables", "--experimental",
-	}, options...)
+	}
 	// Without CAP_SYS_RESOURCE dockerd cannot set its default score. Its newer versions leave the score alone.
 	if strings.Contains(Run(p.tb, "dockerd", "--help"), "--oom-score-adjust") {
 		args = append(args, "--oom-score-adjust", "0")
-	}
-	tools := filepath.Join(dir, "iptables")
-	if err := linkTools(tools, variant); err != nil {
-		p.tb.Fatalf("the iptables of dockerd: %v", err)
 	}
 	// dockerd sets the policy of FORWARD to DROP only if it turns forwarding on.
 	p.Exec("sysctl", "-qw", "net.ipv4.ip_forward=0")
@@ -77,29 +104,24 @@ func (p *Pod) StartDocker(variant string, options ...string) *Docker {
 			p.tb.Fatalf("%v", err)
 		}
 	})
-	cmd := exec.Command("sh", append([]string{"-euc", startDocker, "sh", tools}, args...)...)
-	if _, err := cmd.StdinPipe(); err != nil { // never written to; it ends with this process
-		p.tb.Fatalf("the input of dockerd: %v", err)
-	}
-	d := &Docker{pod: p, program: launch(p.Host, "dockerd", cmd, unix.CLONE_NEWNS|unix.CLONE_NEWPID)}
+	return args
+}
+
+// ConnectDocker waits until a dockerd with the arguments of PrepareDocker answers, and calls check meanwhile.
+func (p *Pod) ConnectDocker(check func()) *Docker {
+	p.tb.Helper()
+	d := &Docker{pod: p}
 	d.client = &http.Client{Transport: &http.Transport{
 		DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, "unix", socket)
+			return new(net.Dialer).DialContext(ctx, "unix", p.dockerSocket())
 		},
 	}}
 	Eventually(p.tb, "dockerd answers", func() bool {
-		if d.program.Ended() {
-			p.tb.Fatalf("dockerd ended: %s", d.program.Log())
-		}
+		check()
 		_, err := d.call(http.MethodGet, "/_ping", nil)
 		return err == nil
 	})
-	image, err := archive(map[string]string{"bin/busybox": "/bin/busybox"}, nil)
-	if err != nil {
-		p.tb.Fatalf("making an image: %v", err)
-	}
-	d.stream("/images/create", url.Values{"fromSrc": {"-"}, "repo": {dockerImage}}, image)
 	return d
 }
 
@@ -234,11 +256,41 @@ func (d *Docker) inspect(c *Container) int {
 	return container.State.Pid
 }
 
+// Pull pulls an image from a registry.
+func (d *Docker) Pull(repository, tag string) {
+	d.pod.tb.Helper()
+	d.stream("/images/create", url.Values{"fromImage": {repository}, "tag": {tag}}, nil)
+}
+
+// RunToEnd runs a command in a container of an image until it ends, and returns its output and its exit code.
+func (d *Docker) RunToEnd(image, network string, command ...string) (output string, code int) {
+	d.pod.tb.Helper()
+	var created struct{ ID string }
+	d.decode(d.post("/containers/create", map[string]any{
+		"Image": image, "Cmd": command, "Tty": true, // without it, frames divide the output
+		"HostConfig": map[string]any{"NetworkMode": network},
+	}), &created)
+	d.post("/containers/"+created.ID+"/start", nil)
+	var ended struct{ StatusCode int }
+	d.decode(d.post("/containers/"+created.ID+"/wait", nil), &ended)
+	answer, err := d.call(http.MethodGet, "/containers/"+created.ID+"/logs?stdout=1&stderr=1", nil)
+	if err != nil {
+		d.pod.tb.Fatalf("docker: %v", err)
+	}
+	return string(answer), ended.StatusCode
+}
+
 // Build builds an image whose only step runs a command of busybox in the network, and returns the output.
 func (d *Docker) Build(network string, command ...string) string {
 	d.pod.tb.Helper()
-	step := JSON(append([]string{"/bin/busybox"}, command...))
-	source, err := archive(nil, map[string]string{"Dockerfile": "FROM " + dockerImage + "\nRUN " + step + "\n"})
+	return d.BuildFrom(dockerImage, network, append([]string{"/bin/busybox"}, command...)...)
+}
+
+// BuildFrom builds an image on top of another one. Its only step runs a command in the network. It returns the output.
+func (d *Docker) BuildFrom(image, network string, command ...string) string {
+	d.pod.tb.Helper()
+	step := JSON(command)
+	source, err := archive(nil, map[string]string{"Dockerfile": "FROM " + image + "\nRUN " + step + "\n"})
 	if err != nil {
 		d.pod.tb.Fatalf("the context of a build: %v", err)
 	}

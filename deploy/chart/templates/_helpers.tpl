@@ -26,15 +26,40 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{/* The version of the API of the policy that writes sluice.dev/opt-in, or nothing if there is no policy. */}}
 {{- define "sluice.optInPolicy" -}}
-{{- $group := "admissionregistration.k8s.io" -}}
-{{- if ne .Values.config.capture.source "kubernetes" -}}
-{{- else if ne .Values.optInPolicy "auto" -}}
-{{- if ne .Values.optInPolicy "none" -}}
-{{- $group }}/{{ .Values.optInPolicy -}}
+{{- include "sluice.mutatingPolicy" (list . .Values.optInPolicy) -}}
+{{- end }}
+
+{{/* Likewise of the policy for runtimes without NRI. */}}
+{{- define "sluice.trustPolicy" -}}
+{{- if include "sluice.trust" . -}}
+{{- include "sluice.mutatingPolicy" (list . .Values.trustPolicy) -}}
 {{- end -}}
-{{- else if .Capabilities.APIVersions.Has (printf "%s/v1/MutatingAdmissionPolicy" $group) -}}
+{{- end }}
+
+{{/* The version of the API of a MutatingAdmissionPolicy, from the value that asks for it. */}}
+{{- define "sluice.mutatingPolicy" -}}
+{{- $root := index . 0 -}}
+{{- $asked := index . 1 -}}
+{{- $group := "admissionregistration.k8s.io" -}}
+{{- if ne $root.Values.config.capture.source "kubernetes" -}}
+{{- else if ne $asked "auto" -}}
+{{- if ne $asked "none" -}}
+{{- $group }}/{{ $asked -}}
+{{- end -}}
+{{- else if $root.Capabilities.APIVersions.Has (printf "%s/v1/MutatingAdmissionPolicy" $group) -}}
 {{- $group }}/v1
-{{- else if .Capabilities.APIVersions.Has (printf "%s/v1beta1/MutatingAdmissionPolicy" $group) -}}
+{{- else if $root.Capabilities.APIVersions.Has (printf "%s/v1beta1/MutatingAdmissionPolicy" $group) -}}
 {{- $group }}/v1beta1
 {{- end -}}
+{{- end }}
+
+{{/* In CEL, the additions to the container c of a list: containers or initContainers. */}}
+{{- define "sluice.trustingContainer" -}}
+Object.spec.{{ . }}{
+  name: c.name,
+  env: variables.environment.filter(v, !c.?env.orValue([]).exists(e, e.name in v)).map(v,
+    Object.spec.{{ . }}.env{name: v[0], value: "/.sluice-ca/bundle.crt"}),
+  volumeMounts: c.?volumeMounts.orValue([]).exists(m, m.mountPath == "/.sluice-ca") ? [] :
+    [Object.spec.{{ . }}.volumeMounts{name: "sluice-ca", mountPath: "/.sluice-ca", readOnly: true}]
+}
 {{- end }}
