@@ -143,7 +143,8 @@ func (d daemon) run(ctx context.Context) error {
 	if d.keeper != nil {
 		group.Go(func() error { return d.keeper.Run(serving) })
 	}
-	group.Go(func() error { return p.trust.run(serving) })
+	// The container runtime asks the old daemon of an upgrade until that ends, so that it always asks one.
+	group.Go(func() error { return p.trust.run(ctx, serving) })
 	group.Go(func() error { return p.api.Serve(serving, socket) })
 	if d.conf.MetricsAddress != "" {
 		group.Go(func() error { return p.api.ServeMetrics(serving, d.conf.MetricsAddress) })

@@ -66,7 +66,7 @@ func newPodTrust(
 	var err error
 	t.Trust, err = trust.New(trust.Config{
 		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: filepath.Join(d.conf.StateDir, "trust"),
-		Hook: d.plugin, Plugin: d.plugin, Proc: findProc(), Wanted: t.wanted, Stopping: stopping, Changed: t.noteChange,
+		Hook: d.plugin, Plugin: d.plugin, Proc: findProc(), Wanted: t.wanted, Older: t.older, Stopping: stopping, Changed: t.noteChange,
 		Log: d.log,
 	})
 	return t, err
@@ -87,6 +87,12 @@ func findProc() string {
 func (t *podTrust) wanted(podUID string) bool {
 	r, ok := t.table.Captured(podUID)
 	return ok && podUID != "" && r.Trust.CA && t.ofRecord(r) != (attach.PodTrust{})
+}
+
+// older reports whether a pod ran before it was captured.
+func (t *podTrust) older(podUID string) bool {
+	r, ok := t.table.Captured(podUID)
+	return ok && r.Installed != nil && r.Installed.Ruleset.KeepOlder
 }
 
 // of describes the trust of the pod with these records.
@@ -143,8 +149,8 @@ func (t *podTrust) status(a *attach.AttachmentStatus) {
 	}
 }
 
-// run serves the container runtime, and tells proxies and pods of changes, until ctx ends.
-func (t *podTrust) run(ctx context.Context) error {
+// run serves the container runtime until ctx ends, and tells proxies and pods of changes until serving ends.
+func (t *podTrust) run(ctx, serving context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return t.Run(ctx) })
 	group.Go(func() error {
@@ -156,7 +162,7 @@ func (t *podTrust) run(ctx context.Context) error {
 				t.report()
 			case <-check.C:
 				t.Check()
-			case <-ctx.Done():
+			case <-serving.Done():
 				return nil
 			}
 		}
@@ -166,7 +172,7 @@ func (t *podTrust) run(ctx context.Context) error {
 
 // noteChange implements trust.Config.Changed.
 func (t *podTrust) noteChange(podUID string) {
-	t.hub.Refresh() // before the container's process starts
+	t.hub.Refresh() // a message to a proxy takes less time than the start of the container's process
 	t.mu.Lock()
 	t.changed[podUID] = true
 	t.mu.Unlock()
@@ -190,7 +196,7 @@ func (t *podTrust) report() {
 		}
 		var messages []string
 		for _, c := range t.State(uid).Containers {
-			if c.State != truststore.Trusted {
+			if c.State != truststore.Trusted && !c.Pending {
 				messages = append(messages, fmt.Sprintf("container %s (%s): %s", c.Name, c.State, c.Note))
 			}
 		}

@@ -35,6 +35,7 @@ type caRepairArgs struct {
 	proc      string
 	pid       int
 	container string
+	late      bool
 }
 
 // caRepair repairs a container and returns the exit code. The report has the outcome; the code is 0 if it was written.
@@ -51,6 +52,7 @@ func caRepair(args []string) int {
 		return 1
 	}
 	report := repair.run(ctx)
+	report.Late = repair.late
 	logReport("ca-repair", report)
 	if err := writeReport(repair.report, report); err != nil {
 		logf("ca-repair: %s", err)
@@ -65,6 +67,7 @@ func parseCARepair(args []string) (caRepairArgs, error) {
 	flags.StringVar(&repair.proc, "proc", "/proc", "`FOLDER` of the host's processes")
 	flags.IntVar(&repair.pid, "pid", 0, "`PID` of the container's first process")
 	flags.StringVar(&repair.container, "container", "", "`ID` of the container")
+	flags.BoolVar(&repair.late, "late", false, "note in the report that programs may have read their trust stores before")
 	flags.StringVar(&repair.ca, "ca", "", "`FILE` with the CA certificates in PEM")
 	flags.StringVar(&repair.report, "report", "", "`FILE` to write the report to, as JSON")
 	flags.StringVar(&repair.bundle, "bundle", "", bundleUsage)

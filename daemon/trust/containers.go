@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/containerd/nri/pkg/api"
 
@@ -130,6 +131,13 @@ func (t *Trust) stop(id string) {
 	}
 }
 
+// removePod forgets a pod that has ended.
+func (t *Trust) removePod(uid string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.served, uid)
+}
+
 func (c *container) set(state truststore.State, note string, current ca, retry time.Time) {
 	c.state, c.note, c.checked, c.looked, c.retry = state, note, current.fingerprints, true, retry
 }
@@ -214,7 +222,7 @@ func (t *Trust) examine(c *container, current ca) (state truststore.State, note 
 	if state, note, ok := t.outcome(c, current); ok {
 		return state, note, nil
 	}
-	if err := t.repair(c); err != nil {
+	if err := t.repair(c, t.isLate(c)); err != nil {
 		return truststore.Unknown, "", err
 	}
 	if state, note, ok := t.outcome(c, current); ok {
@@ -227,6 +235,18 @@ func (t *Trust) examine(c *container, current ca) (state truststore.State, note 
 	return truststore.Unknown, "", errors.New(cmp.Or(report.Error, "the proxy's CA has changed meanwhile"))
 }
 
+// isLate reports whether a repair comes too late for the programs that run in a container: they may have connected
+// already, and many read their trust store only once. With a new CA it does not, because the old one still serves.
+func (t *Trust) isLate(c *container) bool {
+	if report, err := readReport(t.files.report(c.id)); err == nil && report.Error == "" {
+		return report.Late
+	}
+	t.mu.Lock()
+	served := t.served[c.pod]
+	t.mu.Unlock()
+	return served || t.config.Older != nil && t.config.Older(c.pod)
+}
+
 // outcome returns the state of a container by the report of it. It is not ok if a repair may lead to a better one.
 func (t *Trust) outcome(c *container, current ca) (state truststore.State, note string, ok bool) {
 	if !current.exists() {
@@ -235,6 +255,10 @@ func (t *Trust) outcome(c *container, current ca) (state truststore.State, note 
 	report, err := readReport(t.files.report(c.id))
 	if err != nil || report.Error != "" || joined(report.CA) != current.fingerprints {
 		return truststore.Unknown, "", false
+	}
+	if report.Late {
+		return truststore.Unknown, "given the CA while it ran: programs that have read their trust store before do not " +
+			"trust it; start the container anew", true
 	}
 	note = noteOf(report)
 	if note == "" && !c.equipped {
@@ -247,13 +271,19 @@ func (t *Trust) outcome(c *container, current ca) (state truststore.State, note 
 // maxNotes bounds the stores that a note names.
 const maxNotes = 3
 
-// noteOf names the stores that have failed.
+// maxNote bounds the note of a store, in bytes: its path is the container's to choose.
+const maxNote = 300
+
+// noteOf names the stores that have failed, and the search that did not end.
 func noteOf(report truststore.Report) string {
 	var notes []string
 	for _, s := range report.Stores {
 		if s.Action == truststore.Failed && s.Kind != truststore.Anchor {
-			notes = append(notes, fmt.Sprintf("%s %s: %s", s.Kind, s.Path, s.Error))
+			notes = append(notes, printable(fmt.Sprintf("%s %s: %s", s.Kind, s.Path, s.Error)))
 		}
+	}
+	if report.Unsearched != "" {
+		notes = append(notes, printable(report.Unsearched))
 	}
 	if len(notes) == 0 && report.State != truststore.Trusted {
 		return "it has no trust store, and was created without sluice: start it anew"
@@ -264,12 +294,25 @@ func noteOf(report truststore.Report) string {
 	return strings.Join(notes, "; ")
 }
 
+// printable removes the characters that could control a terminal, and bounds the length.
+func printable(text string) string {
+	text = strings.Map(func(r rune) rune {
+		if !unicode.IsPrint(r) {
+			return -1
+		}
+		return r
+	}, text)
+	return strings.ToValidUTF8(text[:min(len(text), maxNote)], "")
+}
+
 // podLocked is the state of a pod's containers.
 func (t *Trust) podLocked(podUID string) Pod {
 	var pod Pod
 	for _, c := range t.containers {
 		if c.pod == podUID {
-			pod.Containers = append(pod.Containers, Container{ID: c.id, Name: c.name, State: c.state, Note: c.note})
+			pod.Containers = append(pod.Containers, Container{
+				ID: c.id, Name: c.name, State: c.state, Note: c.note, Pending: !c.looked,
+			})
 		}
 	}
 	slices.SortFunc(pod.Containers, func(a, b Container) int {

@@ -2,6 +2,7 @@ package trust
 
 import (
 	"context"
+	"errors"
 	"os"
 	"os/exec"
 	"sync"
@@ -35,15 +36,22 @@ func (h *hookFile) isUsable() bool {
 	defer h.mu.Unlock()
 	if h.looked == nil || !os.SameFile(h.looked, info) || h.looked.Size() != info.Size() ||
 		!h.looked.ModTime().Equal(info.ModTime()) {
-		h.looked, h.usable = info, h.knowsCommand()
+		usable, certain := h.knowsCommand()
+		if !certain {
+			return usable
+		}
+		h.looked, h.usable = info, usable
 	}
 	return h.usable
 }
 
-func (h *hookFile) knowsCommand() bool {
+// knowsCommand runs the binary. It is not certain if the binary could not be run to its end, as on a busy node.
+func (h *hookFile) knowsCommand() (usable, certain bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), helpTimeout)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, h.path, hookCommand, "--help")
 	cmd.Env = []string{}
-	return cmd.Run() == nil
+	err := cmd.Run()
+	var exit *exec.ExitError
+	return err == nil, err == nil || errors.As(err, &exit) && exit.Exited()
 }

@@ -172,6 +172,12 @@ func (p *plugin) StopContainer(_ context.Context, _ *api.PodSandbox, c *api.Cont
 	return nil, nil
 }
 
+// RemovePodSandbox implements stub.RemovePodInterface.
+func (p *plugin) RemovePodSandbox(_ context.Context, pod *api.PodSandbox) error {
+	p.trust.removePod(pod.GetUid())
+	return nil
+}
+
 // RemoveContainer implements stub.RemoveContainerInterface.
 func (p *plugin) RemoveContainer(_ context.Context, _ *api.PodSandbox, c *api.Container) error {
 	p.trust.stop(c.GetId())

@@ -18,7 +18,7 @@ const repairTimeout = 6 * time.Second
 
 // repair makes a process enter a container and do the work of the hook. It returns when the report is written. At most
 // maxRepairs run at a time; the process of a file system that hangs is left behind at the deadline, and does not count.
-func (t *Trust) repair(c *container) error {
+func (t *Trust) repair(c *container, late bool) error {
 	t.repairs <- struct{}{}
 	defer func() { <-t.repairs }()
 	if !t.runs(c) {
@@ -27,6 +27,9 @@ func (t *Trust) repair(c *container) error {
 	args := []string{
 		"ca-repair", "--proc", t.config.Proc, "--pid", strconv.Itoa(c.pid), "--container", c.id,
 		"--ca", t.files.caPEM(), "--report", t.files.report(c.id),
+	}
+	if late {
+		args = append(args, "--late")
 	}
 	if c.mounted {
 		args = append(args, "--bundle", BundlePath)

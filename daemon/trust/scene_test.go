@@ -41,6 +41,8 @@ type scene struct {
 	log *lockedBuffer
 	ca  []byte
 
+	older string // the pod that ran before it was captured
+
 	mu      sync.Mutex
 	wanted  map[string]bool
 	changed map[string]int
@@ -124,12 +126,12 @@ func (s *scene) plugin(commands string) {
 [ "$*" = "ca-hook --help" ] && exit
 cd %s
 while [ $# -gt 0 ]; do
-	case $1 in --report) report=$2 ;; --pid) pid=$2 ;; esac
+	case $1 in --report) report=$2 ;; --pid) pid=$2 ;; --late) late='"late":true,' ;; esac
 	shift
 done
 %s
 echo "$pid" >>repaired
-cp good.json "$report.new" && mv "$report.new" "$report"
+sed "s/{/{$late/" good.json >"$report.new" && mv "$report.new" "$report"
 `, s.dir, commands)
 	s.must(os.WriteFile(s.path("plugin.new"), []byte(script), 0o755))
 	s.must(os.Rename(s.path("plugin.new"), s.path("plugin")))
@@ -145,6 +147,7 @@ func (s *scene) config() Config {
 	return Config{
 		Socket: s.path("nri.sock"), CAFile: s.path("ca/ca.pem"), Dir: s.path("run"),
 		Hook: "/opt/cni/bin/sluice", Plugin: s.path("plugin"),
+		Older: func(uid string) bool { return uid == s.older },
 		Wanted: func(id string) bool {
 			s.mu.Lock()
 			defer s.mu.Unlock()

@@ -70,6 +70,8 @@ type Config struct {
 	Proc string
 	// Wanted reports whether the containers of a pod are to trust the CA. It must not block.
 	Wanted func(podUID string) bool
+	// Older, if it is not nil, reports whether a pod ran before it was captured.
+	Older func(podUID string) bool
 	// Stopping, if it is not nil, reports whether the runtime may be stopping a container now, such as one of a pod
 	// that is being deleted. The connection to the runtime waits meanwhile: containerd creates no container on the node
 	// from the connection of a plugin until the stop has ended (https://github.com/containerd/containerd/issues/14083).
@@ -87,6 +89,8 @@ type Container struct {
 	State truststore.State `json:"state"`
 	// Note is the reason for another state than trusted, or a restriction of it.
 	Note string `json:"note,omitempty"`
+	// Pending is true until the container has been looked at.
+	Pending bool `json:"pending,omitempty"`
 }
 
 // Pod is the state of a pod's containers.
@@ -116,6 +120,7 @@ type Trust struct {
 	problem    string // the reason why it has not
 	missed     string // the last one that was logged
 	containers map[string]*container
+	served     map[string]bool // pods whose connections do not wait for Ready any more, by UID
 }
 
 const (
@@ -148,6 +153,7 @@ func New(config Config) (*Trust, error) {
 		hookFile: hookFile{path: config.Plugin},
 		repairs:  make(chan struct{}, maxRepairs), retryPause: retryPause, settled: make(chan struct{}),
 		problem: "the container runtime has not been asked yet", containers: make(map[string]*container),
+		served: make(map[string]bool),
 	}, nil
 }
 
@@ -181,6 +187,11 @@ func (t *Trust) Ready(ctx context.Context, podUIDs ...string) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		}
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, uid := range podUIDs {
+		t.served[uid] = true
 	}
 	return nil
 }

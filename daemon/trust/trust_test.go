@@ -89,10 +89,31 @@ func TestRepair(t *testing.T) {
 			if _, err := os.Stat(s.path("run/reports/gone.json")); !os.IsNotExist(err) {
 				t.Errorf("the report of a container that is gone: got %v, want none", err)
 			}
-			s.want("other") // its pod is labelled while it runs
+			s.want("other") // while it runs, and its connections do not wait
 			s.ready(trust, "other")
-			s.wantState(trust, "other", truststore.Trusted, "app")
+			s.wantState(trust, "other", truststore.Unknown, "given the CA while it ran")
 		})
+	}
+}
+
+// TestLateRepairs: a container that may have connected before it was given the CA stays unknown, also under a new CA. One
+// that was given a CA in time stays trusted.
+func TestLateRepairs(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "older", "in time")
+	s.older = "older"
+	s.setCA(newCA(t, "proxy"))
+	s.newRuntime(running("older", 4242), running("in time", 4343))
+	trust, _ := s.start()
+	s.ready(trust, "older", "in time")
+	for _, ca := range []string{"", "the next"} {
+		if ca != "" {
+			s.setCA(newCA(t, ca))
+			s.eventually("both are given the next CA", func() bool { return strings.Count(s.repaired(), "\n") == 4 })
+			s.ready(trust, "older", "in time")
+		}
+		s.wantState(trust, "older", truststore.Unknown, "given the CA while it ran")
+		s.wantState(trust, "in time", truststore.Trusted, "app")
 	}
 }
 
@@ -155,7 +176,7 @@ func TestRetry(t *testing.T) {
 	}
 	s.write("mended", "")
 	trust.Check()
-	s.eventually("the container is repaired", func() bool { return trust.State("pod").State == truststore.Trusted })
+	s.eventually("the container is repaired, late", func() bool { return isLate(trust) })
 	s.ready(trust, "pod")
 	if got := s.read("tries"); len(got) != 5 {
 		t.Errorf("got %d repairs, want none after the one that succeeded", len(got))
@@ -169,8 +190,10 @@ func TestRotation(t *testing.T) {
 	first, second := newCA(t, "first"), newCA(t, "second")
 	s.newRuntime(running("pod", 4242))
 	trust, stop := s.start()
-	s.ready(trust, "pod")
-	s.wantState(trust, "pod", truststore.Unknown, "ca.pem does not exist")
+	s.eventually("the container is known", func() bool {
+		containers := trust.State("pod").Containers
+		return len(containers) == 1 && strings.Contains(containers[0].Note, "ca.pem does not exist")
+	})
 	if _, err := os.Stat(s.path("run/ca.pem")); !os.IsNotExist(err) {
 		t.Errorf("the CA for the hook: got %v, want none", err)
 	}
@@ -241,7 +264,7 @@ func TestNoRuntime(t *testing.T) {
 	s.ready(trust, "pod")
 	s.wantState(trust, "pod", truststore.Unknown, "enable NRI")
 	s.newRuntime(running("pod", 4242))
-	s.eventually("the container is repaired", func() bool { return trust.State("pod").State == truststore.Trusted })
+	s.eventually("the container is repaired, late", func() bool { return isLate(trust) })
 	if n := s.log.count("enable NRI"); n != 1 {
 		t.Errorf("got %d lines, want 1", n)
 	}
@@ -280,7 +303,15 @@ func TestStopping(t *testing.T) {
 	stopping.Store(false)
 	r.waitFor(1)
 	s.ready(trust, "pod")
-	s.wantState(trust, "pod", truststore.Trusted, "app")
+	if !isLate(trust) {
+		t.Errorf("got %+v, want that the repair is late", trust.State("pod"))
+	}
+}
+
+// isLate reports whether the container of the pod "pod" was given the CA while it ran.
+func isLate(trust *Trust) bool {
+	containers := trust.State("pod").Containers
+	return len(containers) == 1 && strings.Contains(containers[0].Note, "given the CA while it ran")
 }
 
 func TestRefusedConfig(t *testing.T) {

@@ -70,8 +70,13 @@ func repairedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	}
 	label := mergePatch(`{"metadata":{"labels":{"sluice.dev/capture":"true"}}}`)
 	must(t, client(c).Patch(ctx, newPod("relabelled", namespace, nil, "", ""), label))
-	waitForTrust(ctx, t, c, "relabelled", "trusted")
-	wantTrusted(ctx, t, c, "relabelled", imageStore)
+	waitForTrust(ctx, t, c, "relabelled", "unknown") // its programs may have read the store before
+	waitFor(ctx, t, "an event says so", func() (bool, error) {
+		return hasEvent(ctx, c, "relabelled", "SluiceCANotTrusted", "given the CA while it ran")
+	})
+	if out, err := inPod(ctx, c, namespace, "relabelled", "grep", "-c", "sluice", imageStore); err != nil {
+		t.Errorf("the CA is not in its store: %q, %v", out, err)
+	}
 	waitForRollout(ctx, t, c, system, "sluice")
 }
 
@@ -99,6 +104,11 @@ func passedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	_ = conn.Close() // the proxy logs a connection that has ended
 	proxy, err := only(ctx, c, proxies, "app=mitmproxy")
 	must(t, err)
+	defer func() {
+		if t.Failed() {
+			t.Logf("the proxy's log:\n%s", logs(ctx, t, c, proxies, proxy))
+		}
+	}()
 	waitFor(ctx, t, "the proxy logs the connection", func() (bool, error) {
 		return strings.Contains(logs(ctx, t, c, proxies, proxy),
 			"TLS passed through: "+namespace+"/untouched to pass.example.com"), nil
