@@ -19,7 +19,7 @@ import (
 
 // Sluiced is the part of sluiced that is an NRI plugin, on a node whose proxy has a CA. Every pod is captured.
 type Sluiced struct {
-	tb    testbed.TB
+	tb     testbed.TB
 	trust  *trust.Trust
 	dir    string
 	plugin string
