@@ -105,6 +105,33 @@ func TestFallbackBundle(t *testing.T) {
 	}
 }
 
+// TestLinkedBundle: update-ca-certificates works in an image without a bundle, to which the hook has given a link, and
+// puts a bundle with the CA in its place.
+func TestLinkedBundle(t *testing.T) {
+	ca := newAuthority(t)
+	c := newContainer(t, "/")
+	const folder, fallback = "/.sluice-ca/roots", "/.sluice-ca/roots/bundle.crt"
+	const bundle = "/etc/ssl/certs/ca-certificates.crt"
+	c.must(os.RemoveAll(filepath.Join(c.root, "/etc/ssl/certs")))
+	c.must(os.RemoveAll(filepath.Join(c.root, "/etc/pki")))
+	c.write(fallback, string(ca.pem))
+	mount(t, filepath.Join(c.root, folder), filepath.Join(c.root, folder), "", unix.MS_BIND, "")
+	c.hook(ca.pem, "--bundle", fallback)
+	if target, err := os.Readlink(filepath.Join(c.root, bundle)); err != nil || target != fallback {
+		t.Fatalf("the bundle: got a link to %q, %v", target, err)
+	}
+	if out, err := c.command(nil, "update-ca-certificates").CombinedOutput(); err != nil {
+		t.Fatalf("update-ca-certificates: %v\n%s", err, out)
+	}
+	info, err := os.Lstat(filepath.Join(c.root, bundle))
+	c.must(err)
+	got, err := os.ReadFile(filepath.Join(c.root, bundle))
+	c.must(err)
+	if !info.Mode().IsRegular() || !bytes.Contains(got, ca.pem) || bytes.Count(got, []byte("BEGIN")) < 50 {
+		t.Errorf("got %s with %d bytes, want a bundle of its own", info.Mode(), len(got))
+	}
+}
+
 // TestOtherLayouts: Go finds the CA in the bundles of other distributions, and openssl in their directories.
 func TestOtherLayouts(t *testing.T) {
 	ca := newAuthority(t)

@@ -17,7 +17,6 @@ import (
 )
 
 const (
-	debianBundle = "/etc/ssl/certs/ca-certificates.crt"
 	debianAnchor = "/usr/local/share/ca-certificates"
 	rhelBundle   = "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem"
 	rhelAnchor   = "/etc/pki/ca-trust/source/anchors"
@@ -369,6 +368,59 @@ func TestFallback(t *testing.T) {
 		report := addWith(t, root, ca, withFallback(t, root, roots))
 		wantState(t, report, FilesOnly)
 		wantAction(t, report, debianBundle, Failed)
+	})
+	t.Run("the image has none, and the runtime's umask is 077", func(t *testing.T) {
+		root := tree(t, folder)
+		options := withFallback(t, root, roots)
+		old := unix.Umask(0o077)
+		report := addWith(t, root, ca, options)
+		unix.Umask(old)
+		wantAction(t, report, debianBundle, Linked)
+		if info, err := os.Stat(filepath.Join(root, certs)); err != nil || info.Mode().Perm() != 0o755 {
+			t.Errorf("the folder: got %v, %v, want the mode 755", info, err)
+		}
+	})
+	t.Run("the image has none but RPM", func(t *testing.T) {
+		root := tree(t, map[string]string{"/.sluice-ca/": "", "/var/lib/rpm/": ""})
+		options := withFallback(t, root, roots)
+		report := addWith(t, root, ca, options)
+		wantState(t, report, Trusted)
+		wantAction(t, report, fedoraBundle, Linked)
+		wantCertificates(t, read(t, root, fedoraBundle), image, ca)
+		if _, err := os.Lstat(filepath.Join(root, certs)); !os.IsNotExist(err) {
+			t.Errorf("%s, which the package ca-certificates makes a link: got %v", certs, err)
+		}
+	})
+	t.Run("the image has none, and a volume is in its place", func(t *testing.T) {
+		root := tree(t, map[string]string{"/.sluice-ca/": "", "/etc/ssl/": ""})
+		volume := tree(t, nil)
+		mount(t, volume, filepath.Join(root, "/etc/ssl"), "", unix.MS_BIND, "")
+		report := addWith(t, root, ca, withFallback(t, root, roots))
+		wantState(t, report, FilesOnly)
+		wantAction(t, report, debianBundle, Failed)
+		if entries, err := os.ReadDir(volume); err != nil || len(entries) > 0 {
+			t.Errorf("in the volume: %v, %v", entries, err)
+		}
+	})
+	t.Run("the image has none, and links lead out", func(t *testing.T) {
+		outside := tree(t, nil)
+		root := tree(t, map[string]string{"/.sluice-ca/": "", "/etc/ssl": "-> " + outside})
+		report := addWith(t, root, ca, withFallback(t, root, roots))
+		wantState(t, report, FilesOnly)
+		wantAction(t, report, debianBundle, Failed)
+		if entries, err := os.ReadDir(outside); err != nil || len(entries) > 0 {
+			t.Errorf("outside of the root: %v, %v", entries, err)
+		}
+	})
+	t.Run("the image has none, and the mount is missing later", func(t *testing.T) {
+		root := tree(t, folder)
+		options := withFallback(t, root, roots)
+		addWith(t, root, ca, options)
+		mount(t, "tmpfs", filepath.Join(root, "/.sluice-ca"), "tmpfs", 0, "") // with nothing in it
+		wantState(t, add(t, root, ca), Unknown)
+		report := addWith(t, root, ca, withFallback(t, root, roots))
+		wantState(t, report, Trusted)
+		wantAction(t, report, debianBundle, Present)
 	})
 	t.Run("the image has none and the fallback lacks the CA", func(t *testing.T) {
 		root := tree(t, folder)

@@ -3,6 +3,7 @@ package truststore
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"slices"
@@ -141,9 +142,14 @@ func makeOne(r *root, above *os.File, name string) error {
 	if err := unix.Mkdirat(int(above.Fd()), name, 0o755); err != nil {
 		return &fs.PathError{Op: "mkdir", Path: above.Name() + name, Err: err}
 	}
-	if made, err := openNoFollow(above, name, unix.O_PATH|unix.O_DIRECTORY); err == nil {
-		giveToOwner(made, above)
-		_ = made.Close() // a descriptor that was only looked through
+	made, err := openNoFollow(above, name, unix.O_RDONLY|unix.O_DIRECTORY)
+	if err != nil {
+		return err
 	}
+	defer func() { _ = made.Close() }()       // nothing is written
+	if err := made.Chmod(0o755); err != nil { // the umask is that of the runtime
+		return fmt.Errorf("giving the new folder its mode: %w", err)
+	}
+	giveToOwner(made, above)
 	return nil
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path"
 	"slices"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -53,16 +54,33 @@ func (r *run) hasBundle() bool {
 	return slices.ContainsFunc(r.report.Stores, func(s Store) bool { return s.Kind == Bundle })
 }
 
-// linkBundle gives a container without a bundle one that is a link to the fallback, for the programs that read no
-// environment variables. update-ca-certificates replaces the link.
-func (r *run) linkBundle() {
-	action, err := r.root.tryLinkBundle(r.options.Fallback)
-	r.note(bundles[0], Bundle, action, err)
+// rpmMarks are paths of which one exists where packages of RPM are, or may come.
+var rpmMarks = []string{"/usr/bin/rpm", "/var/lib/rpm", "/usr/lib/sysimage/rpm"}
+
+// bundleToMake is the place of a bundle where a container has none. It is Debian's, which programs from elsewhere know
+// best, but with RPM that of Fedora and RHEL: their package ca-certificates makes /etc/ssl/certs a link, and cannot be
+// installed where that is a folder.
+func (r *root) bundleToMake() string {
+	if r.hasOne(rpmMarks) {
+		return fedoraBundle
+	}
+	return debianBundle
 }
 
-func (r *root) tryLinkBundle(target string) (Action, error) {
-	folder, name := path.Split(bundles[0])
-	dir, err := r.makeFolder(path.Clean(folder))
+// linkBundle gives a container without a bundle one that is a link to the fallback, for the programs that read no
+// environment variables. update-ca-certificates and package managers replace the link. Without the mount, as in another
+// container of an image that has been made from this one, it leads nowhere: there is no bundle then, as before.
+func (r *run) linkBundle() {
+	name := r.root.bundleToMake()
+	action, err := r.root.makeLink(name, r.options.Fallback)
+	r.note(name, Bundle, action, err)
+}
+
+// makeLink makes a link in the container's own layer.
+func (r *root) makeLink(path, target string) (Action, error) {
+	slash := strings.LastIndexByte(path, '/')
+	folder, name := path[:slash], path[slash+1:]
+	dir, err := r.makeFolder(folder)
 	if err != nil {
 		return Failed, err
 	}
@@ -78,7 +96,7 @@ func (r *root) tryLinkBundle(target string) (Action, error) {
 		return Failed, err
 	}
 	if err := unix.Symlinkat(target, int(dir.Fd()), name); err != nil {
-		return Failed, &fs.PathError{Op: "symlink", Path: bundles[0], Err: err}
+		return Failed, &fs.PathError{Op: "symlink", Path: path, Err: err}
 	}
 	return Linked, nil
 }

@@ -228,6 +228,53 @@ func TestFolderWithTooManyEntries(t *testing.T) {
 	}
 }
 
+// TestSearch: folders of packages are found wherever people make them, and not in folders that have none.
+func TestSearch(t *testing.T) {
+	image := string(caNamed(t, "image"))
+	files := map[string]string{
+		"/opt/conda/conda-meta/": "", "/opt/conda/envs/a/conda-meta/": "", "/srv/app/pyvenv.cfg": "",
+	}
+	want := []string{
+		"/opt/conda/envs/a/lib/python3.11/site-packages",
+		"/opt/conda/lib/python3.11/site-packages",
+		"/opt/conda/pkgs/certifi-1/site-packages",
+		"/opt/lib/python-apps/x/lib/python3.9/site-packages",
+		"/opt/pypy/lib/pypy3.10/site-packages",
+		"/root/.cache/pypoetry/virtualenvs/a/lib/python3.12/site-packages",
+		"/root/.local/share/pipx/venvs/a/lib/python3.12/site-packages",
+		"/srv/app/lib/python3.13t/site-packages",
+		"/srv/app/sub/.venv/lib64/python3.12/site-packages",
+		"/usr/lib/python3.12/site-packages",
+		"/usr/lib/python3/dist-packages",
+	}
+	for _, packages := range want {
+		files[packages+"/certifi/cacert.pem"] = image
+	}
+	for _, packages := range []string{
+		"/opt/conda/share/x/site-packages", "/srv/app/bin/site-packages", "/usr/lib/python3.12/test/site-packages",
+		"/usr/lib/x86_64-linux-gnu/site-packages", "/usr/share/x/site-packages", "/srv/node_modules/x/site-packages",
+	} {
+		files[packages+"/certifi/cacert.pem"] = image
+	}
+	r, err := openRoot(tree(t, files))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.close()
+	found, unsearched := r.findCertifi(t.Context())
+	var got []string
+	for _, path := range found {
+		if packages, ok := strings.CutSuffix(path, "-packages/certifi/cacert.pem"); ok {
+			packages += "-packages"
+			got = append(got, packages)
+		}
+	}
+	slices.Sort(got)
+	if !slices.Equal(got, want) || unsearched != "" {
+		t.Errorf("got %q\nwant %q, %s", got, want, unsearched)
+	}
+}
+
 // TestMalformedKeystores: no prefix of a keystore and no changed byte does harm.
 func TestMalformedKeystores(t *testing.T) {
 	wanted, err := parseCA(caNamed(t, "proxy"))

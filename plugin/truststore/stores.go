@@ -3,14 +3,14 @@ package truststore
 // bundles are the paths of bundles in PEM: those of Go's crypto/x509 (root_linux.go), and those from which the
 // distributions link to them or which their OpenSSL reads by default.
 var bundles = []string{
-	"/etc/ssl/certs/ca-certificates.crt",                // Debian, Ubuntu, Gentoo, Alpine, Arch, distroless
-	"/etc/pki/tls/certs/ca-bundle.crt",                  // Fedora, RHEL
-	"/etc/ssl/ca-bundle.pem",                            // SUSE
-	"/etc/pki/tls/cacert.pem",                           // OpenELEC
+	debianBundle,              // Debian, Ubuntu, Gentoo, Alpine, Arch, distroless
+	fedoraBundle,              // Fedora, RHEL
+	"/etc/ssl/ca-bundle.pem",  // SUSE
+	"/etc/pki/tls/cacert.pem", // OpenELEC
 	"/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem", // RHEL 7 and later
-	"/etc/ssl/cert.pem",                                 // Alpine's LibreSSL and OpenSSL
-	"/etc/pki/tls/cert.pem",                             // RHEL's OpenSSL
-	"/etc/pki/tls/certs/ca-bundle.trust.crt",            // RHEL's OpenSSL, with trust attributes
+	"/etc/ssl/cert.pem",                      // Alpine's LibreSSL and OpenSSL
+	"/etc/pki/tls/cert.pem",                  // RHEL's OpenSSL
+	"/etc/pki/tls/certs/ca-bundle.trust.crt", // RHEL's OpenSSL, with trust attributes
 	"/etc/pki/ca-trust/extracted/openssl/ca-bundle.trust.crt",
 	"/var/lib/ca-certificates/ca-bundle.pem",           // SUSE
 	"/etc/ca-certificates/extracted/tls-ca-bundle.pem", // Arch
@@ -23,6 +23,11 @@ var bundles = []string{
 	"/opt/homebrew/etc/ca-certificates/cert.pem",
 	"/home/linuxbrew/.linuxbrew/etc/ca-certificates/cert.pem",
 }
+
+const (
+	debianBundle = "/etc/ssl/certs/ca-certificates.crt"
+	fedoraBundle = "/etc/pki/tls/certs/ca-bundle.crt"
+)
 
 // directories are the paths of hashed directories.
 var directories = []string{
