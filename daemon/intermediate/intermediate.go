@@ -24,8 +24,10 @@ const (
 	pollInterval = time.Second
 	// patience is the time without an answer after which the log says so.
 	patience = 30 * time.Second
-	// retryInterval is the time after a request that failed. Each request is an object of the API server.
-	retryInterval = 15 * time.Second
+	// minRetry is the time after a failure. It doubles with each further request without an intermediate, up to
+	// maxRetry: the API server keeps a denied request for an hour.
+	minRetry = 15 * time.Second
+	maxRetry = 10 * time.Minute
 	// lookInterval is the longest time between two looks at the folder.
 	lookInterval = time.Minute
 )
@@ -35,7 +37,8 @@ type Keeper struct {
 	client    kubernetes.Interface
 	node, dir string
 	log       *slog.Logger
-	logged    string // the last error
+	logged    string        // the last error
+	retry     time.Duration // after the last request that brought no intermediate; 0: there is none
 }
 
 // New makes a Keeper. dir is the folder, which is mitmproxy's confdir.
@@ -52,7 +55,7 @@ func (k *Keeper) Run(ctx context.Context) error {
 			wait = min(wait, time.Until(renewAt))
 		} else if err := k.renew(ctx); err != nil {
 			k.report(ctx, err)
-			wait = retryInterval
+			wait = max(k.retry, minRetry)
 		}
 		_ = pause.For(ctx, wait) // the loop looks at ctx
 	}
@@ -96,6 +99,8 @@ func (k *Keeper) renew(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("requesting the intermediate of node %s: %w", k.node, err)
 	}
+	// Only now: a failure to create a request leaves no object, and a late API server is asked again soon.
+	k.retry = min(max(2*k.retry, minRetry), maxRetry)
 	k.log.Info("intermediate requested", "node", k.node, "request", request.Name)
 	chain, err := k.await(ctx, request.Name)
 	if err != nil {
@@ -112,7 +117,7 @@ func (k *Keeper) renew(ctx context.Context) error {
 	if err := a.WriteMitmproxy(k.dir); err != nil {
 		return err
 	}
-	k.logged = ""
+	k.logged, k.retry = "", 0
 	k.log.Info("intermediate received", "node", k.node, "request", request.Name, "until", a.Until())
 	return nil
 }

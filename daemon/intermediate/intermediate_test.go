@@ -142,7 +142,7 @@ func TestEverythingLate(t *testing.T) {
 		s := newScene(t)
 		s.down = true
 		defer s.startKeeper()()
-		pass(time.Minute)
+		pass(time.Hour)
 		s.wantLog("requesting the intermediate of node node-1: down")
 		s.set(func() { s.down = false })
 		pass(time.Minute)
@@ -229,6 +229,34 @@ func TestDenied(t *testing.T) {
 		s.set(func() { s.node = node })
 		pass(time.Minute)
 		s.have()
+	})
+}
+
+// TestBackOff: requests that are denied become rare. After an intermediate, they begin anew.
+func TestBackOff(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newScene(t)
+		s.node = "node-2"
+		defer s.startSigner()()
+		defer s.startKeeper()()
+		const hour = 11 // requests: in the first 16 minutes 7, then one each ten minutes
+		for i, want := range []int{hour, 6, 6} {
+			before := s.requests()
+			pass(time.Hour)
+			if n := s.requests() - before; n < want-1 || n > want {
+				t.Errorf("there were %d requests in hour %d, want about %d", n, i, want)
+			}
+		}
+		s.set(func() { s.node = node })
+		pass(maxRetry + time.Minute)
+		s.have()
+		s.set(func() { s.node = "node-2" })
+		before := s.requests()
+		pass(90 * time.Minute) // the first renewal is due after 20 minutes
+		if n := s.requests() - before; n < hour {
+			t.Errorf("there were %d requests in the hour after the first renewal, want %d or more", n, hour)
+		}
 	})
 }
 

@@ -17,8 +17,8 @@ Flows name their pod in their comment (`~comment ^ci/`) and in their metadata (`
 sluice.pod, sluice.namespace, sluice.name, sluice.uid, sluice.node, sluice.direction, sluice.labels. Lines of
 mitmdump and of the log show it behind the client's address: `10.0.0.5:40000 ci/runner-1`.
 
-TLS of containers that are not known to trust mitmproxy's CA, and of clients that refuse its certificates, is passed
-through. It still is a flow, without contents: `~meta sluice.passed`.
+TLS of containers that are not known to trust mitmproxy's CA, of clients that refuse its certificates, and to names
+for which the CA is not good, is passed through. It still is a flow, without contents: `~meta sluice.passed`.
 
 mitmproxy loads its CA when it starts. This addon loads it again when the file changes.
 
@@ -145,15 +145,34 @@ def learns(facts: Facts) -> bool:
     return "sluice.trust" in facts and facts["sluice.tls"] != "inspect"
 
 
-def reason_to_pass(facts: Facts) -> str:
-    """Returns the reason why TLS is passed through, whatever its client does. Empty: it is inspected."""
+def reason_to_pass(facts: Facts, in_zones: bool) -> str:
+    """Returns the reason why TLS is passed through, whatever its client does. Empty: it is inspected.
+
+    in_zones tells whether the CA can sign for the name that the client asks for.
+    """
     if not learns(facts):
         return ""
     if facts["sluice.direction"] == "inbound":
         return "inbound"  # the client is not the pod, whose trust says nothing about it
     if "sluice.nested" in facts:
         return "nested"
-    return "" if facts["sluice.trust"] == "trusted" else f"trust {facts['sluice.trust']}"
+    if facts["sluice.trust"] != "trusted":
+        return f"trust {facts['sluice.trust']}"
+    return "" if in_zones else "not in the zones of the CA"
+
+
+def zones_of(certificate: x509.Certificate) -> list[str]:
+    """Returns the DNS zones for which a CA is good, by its name constraints. Empty: all names."""
+    try:
+        constraints = certificate.extensions.get_extension_for_class(x509.NameConstraints).value
+    except x509.ExtensionNotFound:
+        return []
+    return [s.value.lower() for s in constraints.permitted_subtrees or [] if isinstance(s, x509.DNSName)]
+
+
+def is_in(name: str, zone: str) -> bool:
+    """Reports whether a DNS name is in a zone. With a dot at its front, a zone has the names below it alone."""
+    return zone in ("", name) or name.endswith("." + zone.lstrip("."))
 
 
 class Listeners:
@@ -696,6 +715,14 @@ class Authority:
         self.store = config.certstore
 
     @staticmethod
+    def permits(name: str | None) -> bool:
+        """Reports whether each certificate of the chain permits a name. None: a connection without SNI."""
+        config: Any = ctx.master.addons.get("tlsconfig")
+        constraints = getattr(config.certstore, "sluice_zones", [])  # mitmproxy's own store has none
+        name = (name or "").lower().rstrip(".")
+        return all(name and any(is_in(name, zone) for zone in zones) for zones in constraints)
+
+    @staticmethod
     def _load(folder: Path, old: Any) -> Any:
         """Returns a store without leaves. It sends the chain as it is in the file now.
 
@@ -711,9 +738,11 @@ class Authority:
         )
         store.sluice_copy = copy  # closed with the store
         chain = [part for part in re.split(b"(?=-----BEGIN )", path.read_bytes()) if b"CERTIFICATE-----" in part]
-        keys = [x509.load_pem_x509_certificate(part).public_key() for part in chain]  # all of them can be read
+        certificates = [x509.load_pem_x509_certificate(part) for part in chain]
+        keys = [certificate.public_key() for certificate in certificates]  # all of them can be read
         if public(keys[0]) != public(store.default_privatekey.public_key()):
             raise ValueError("the key is not that of the first certificate")
+        store.sluice_zones = [zones for zones in map(zones_of, certificates) if zones]
         # Certificates of the option `certs` have a name as their key.
         store.certs.update({name: entry for name, entry in old.certs.items() if isinstance(name, str)})
         return store
@@ -965,7 +994,7 @@ class Sluice:
             return
         # A pod that the runtime did not name has no uid.
         pod, name = facts["sluice.uid"] or client.peername[0], data.client_hello.sni or server.address[0]
-        reason = reason_to_pass(facts)
+        reason = reason_to_pass(facts, self.authority.permits(data.client_hello.sni))
         if not reason and learns(facts) and self.kept.refusals.passes(pod, name):
             reason = "the client refused the certificate"
         if reason:

@@ -64,6 +64,49 @@ func TestCA(t *testing.T) {
 	}
 }
 
+// TestZones: TLS to names outside of the zones of the root is passed through from the first connection on, unless the
+// policy is to inspect it.
+func TestZones(t *testing.T) {
+	t.Parallel()
+	for _, version := range []string{"8.1.1", ""} {
+		for _, mode := range modes {
+			t.Run(cmp.Or(version, "default")+" "+mode, func(t *testing.T) {
+				t.Parallel()
+				s := newScene(t, version, mode)
+				root, confdir := filepath.Join(s.node.Dir, "root"), testbed.Confdir(s.node)
+				if err := os.Mkdir(confdir, 0o700); err != nil {
+					t.Fatal(err)
+				}
+				testbed.MustSluiced(t, s.node, "ca", "root", "--dir", root, "--permit-dns", "example.test")
+				testbed.MustSluiced(t, s.node, "ca", "issue", "--root", root, "--dir", confdir, "--node", "node-1")
+				c := s.trusting(t, trust{"trust": "trusted", "tls": "pass", "nested": "pass"})
+				for name, shown := range map[string]string{"www.example.org": "www.example.org", "": "no SNI"} {
+					config := pinned(name, s.serverTLS.Certificates[0].Certificate[0])
+					if _, err := c.request(false, config); err != nil {
+						t.Errorf("the first connection to %s: %v", shown, err)
+					}
+					line := "sluice: TLS passed through: default/web to " + shown + " (" + secureAddress +
+						"), not in the zones of the CA, "
+					if err := soon(line, func() bool { return strings.Contains(s.proxy.Log(), line) }); err != nil {
+						t.Error(err)
+					}
+				}
+				if err := c.wantPassed(false, false, site); err != nil {
+					t.Error(err)
+				}
+				if err := c.change(trust{"trust": "trusted", "tls": "inspect", "nested": "inspect"}); err != nil {
+					t.Fatal(err)
+				}
+				_, err := c.request(false, c.named("www.example.org"))
+				var invalid x509.CertificateInvalidError
+				if !errors.As(err, &invalid) || invalid.Reason != x509.CANotAuthorizedForThisName {
+					t.Errorf("a name outside of the zones, inspected: got %v", err)
+				}
+			})
+		}
+	}
+}
+
 // caScene is a captured pod whose clients trust a root.
 type caScene struct {
 	node *testbed.Node

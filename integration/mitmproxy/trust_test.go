@@ -32,9 +32,14 @@ type trusting struct {
 // newTrusting makes such a scene, with an HTTPS server in the world. With `connect`, the test asks the proxy itself.
 func newTrusting(t *testing.T, version, mode string, tr trust) *trusting {
 	t.Helper()
-	s := newScene(t, version, mode)
+	return newScene(t, version, mode).trusting(t, tr)
+}
+
+// trusting completes a scene, which has the proxy's CA already or lets mitmproxy make one.
+func (s *scene) trusting(t *testing.T, tr trust) *trusting {
+	t.Helper()
 	c := &trusting{scene: s, trust: tr}
-	if mode == "sockets" {
+	if s.mode == "sockets" {
 		c.describer = describePods(t, s.node, tr)
 		s.socket = c.describer.socket
 	}

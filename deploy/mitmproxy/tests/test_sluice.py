@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import errno
 import gc
+import ipaddress
 import json
 import os
 import resource
@@ -560,7 +561,9 @@ def test_trust_by_a_relay(headers: dict[str, str], facts: dict[str, Any]) -> Non
 )
 def test_reason_to_pass(pod: dict[str, str], direction: str, nested: bool, reason: str, learns: bool) -> None:
     facts = sluice.facts_of({**POD, **pod}, direction, "", nested)
-    assert (sluice.reason_to_pass(facts), sluice.learns(facts)) == (reason, learns)
+    assert (sluice.reason_to_pass(facts, True), sluice.learns(facts)) == (reason, learns)
+    outside = reason or "not in the zones of the CA" if learns else ""
+    assert sluice.reason_to_pass(facts, False) == outside
 
 
 def test_two_refusals_in_a_row_are_learned() -> None:
@@ -769,8 +772,12 @@ def test_clients_that_refuse_are_passed_until_one_accepts(tmp_path: Path, monkey
 # The CA.
 
 
-def write_ca(folder: Path, name: str, key: Any = None, identifier: bytes | None = b"an identifier") -> bytes:
-    """Writes a CA as mitmproxy reads it: a key, an intermediate and a root. Returns the file's content."""
+def write_ca(folder: Path, name: str, key: Any = None, identifier: bytes | None = b"an identifier",
+             constraints: dict[str, list[x509.GeneralName]] | None = None) -> bytes:
+    """Writes a CA as mitmproxy reads it: a key, an intermediate and a root. Returns the file's content.
+
+    constraints are the subtrees that each of the two certificates permits, by its name.
+    """
     root_key, made_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
 
     def certificate(subject: str, issuer: str, of: Any, by: Any) -> bytes:
@@ -784,6 +791,8 @@ def write_ca(folder: Path, name: str, key: Any = None, identifier: bytes | None 
         ).add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         if identifier:
             builder = builder.add_extension(x509.SubjectKeyIdentifier(identifier), critical=False)
+        if constraints and subject in constraints:
+            builder = builder.add_extension(x509.NameConstraints(constraints[subject], None), critical=True)
         return builder.sign(by, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     content = (key or made_key).private_bytes(
@@ -841,6 +850,58 @@ def test_the_ca_is_loaded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture
         config.configure({"confdir"})  # as mitmproxy does when that option changes
         addon.authority.refresh()
         assert config.certstore.get_cert("a.example", ["a.example"]).chain_file != file
+
+
+EXAMPLE: list[x509.GeneralName] = [x509.DNSName("example.com"), x509.DNSName("Example.ORG")]
+WWW: list[x509.GeneralName] = [x509.DNSName("www.example.com")]
+NETWORK: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_network("192.0.2.0/24"))]
+
+
+@pytest.mark.parametrize(
+    ("constraints", "permitted", "others"),
+    [
+        ({}, ["a.example", None], []),
+        ({"ca": EXAMPLE, "root": EXAMPLE},
+         ["example.com", "A.B.Example.COM", "example.com.", "www.example.org"],
+         ["notexample.com", "com", "example.net", "192.0.2.1", "", None]),
+        ({"root": EXAMPLE}, ["example.com"], ["example.net", None]),
+        ({"ca": WWW, "root": EXAMPLE}, ["a.www.example.com"], ["example.com", "www.example.org"]),
+        ({"ca": WWW, "root": [x509.DNSName("example.org")]}, [], ["www.example.com", "example.org"]),
+        ({"root": [x509.DNSName(".example.com")]}, ["a.example.com"], ["example.com", "a.example.org"]),
+        ({"root": [x509.DNSName("")]}, ["a.example"], []),
+        ({"root": NETWORK}, ["a.example", None], []),
+        ({"root": [*NETWORK, *WWW]}, ["www.example.com"], ["a.example", None]),
+    ],
+)
+def test_names_that_the_ca_permits(constraints: dict[str, list[x509.GeneralName]], permitted: list[str | None],
+                                   others: list[str | None], tmp_path: Path) -> None:
+    write_ca(tmp_path, "ca", constraints=constraints)
+    with with_ca(tmp_path) as (addon, _, _):
+        addon.authority.refresh()
+        assert [name for name in permitted + others if addon.authority.permits(name)] == permitted
+
+
+def test_names_outside_of_the_zones_are_passed(tmp_path: Path) -> None:
+    with with_ca(tmp_path) as (addon, _, _):
+        def passed(facts: sluice.Facts | None, sni: str | None) -> Any:
+            hello = Hello(facts, sni)
+            run(addon.tls_clienthello(hello))
+            made = vars(hello.context.client).get("sluice_passed")
+            assert hello.ignore_connection == bool(made)
+            return made and made.reason
+
+        trusted, outside = trust("trusted"), "not in the zones of the CA"
+        for constraints in ({"root": EXAMPLE}, {}, {"root": WWW}):  # as the file changes
+            write_ca(tmp_path, "ca", constraints=constraints)
+            for sni in ("a.example", None):
+                assert passed(trusted, sni) == (outside if constraints else None)
+                assert not passed(trust("trusted", "inspect"), sni)
+                assert not passed(sluice.facts_of(POD, "outbound", "n1"), sni)
+                assert not passed(None, sni)
+                assert passed(trust("unknown"), sni) == "trust unknown"
+            assert not passed(trusted, "www.example.com")
+        (tmp_path / "mitmproxy-ca.pem").write_bytes(b"no PEM")
+        assert passed(trusted, "a.example") == outside  # the CA stays, with its zones
 
 
 @pytest.mark.parametrize("identifier", [b"an identifier", None])
