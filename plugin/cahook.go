@@ -19,7 +19,7 @@ import (
 const (
 	// caHookTimeout is a second less than the two that the runtime gives the hook.
 	caHookTimeout = time.Second
-	// caHookMemory is a soft limit. The hook runs in the container's cgroup, whose limit may be small.
+	// caHookMemory is a soft limit. The hook runs in the container's cgroup, which may have a small limit.
 	caHookMemory = 10 << 20
 	// caHookGC makes the first garbage collection come at 2 MiB, which a run with the usual stores does not reach.
 	caHookGC = 50
@@ -109,7 +109,7 @@ func parseCAHook(args []string) (caHookArgs, error) {
 	return hook, nil
 }
 
-// run adds the CA. Whatever goes wrong is in the report.
+// run adds the CA. All errors are in the report.
 func (h caHookArgs) run(ctx context.Context, state io.Reader) truststore.Report {
 	root, err := containerRoot(ctx, state)
 	if err != nil {
@@ -155,7 +155,7 @@ func containerRoot(ctx context.Context, input io.Reader) (string, error) {
 	return filepath.Join(state.Bundle, config.Root.Path), nil
 }
 
-// decodeInTime decodes JSON from a pipe whose writer may not write.
+// decodeInTime decodes JSON from a pipe. Its writer may not write.
 func decodeInTime(ctx context.Context, input io.Reader, value any) error {
 	done := make(chan error, 1)
 	go func() { done <- json.NewDecoder(io.LimitReader(input, maxHookInput)).Decode(value) }()

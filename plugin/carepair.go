@@ -18,7 +18,7 @@ import (
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
-// caRepairTimeout bounds the repair of a container whose file system hangs.
+// caRepairTimeout bounds the repair of a container with a file system that hangs.
 const caRepairTimeout = 5 * time.Second
 
 const caRepairUsage = `usage: sluice ca-repair --pid PID --container ID --ca FILE --report FILE [--bundle FILE]

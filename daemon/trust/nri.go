@@ -185,7 +185,7 @@ func (p *plugin) RemoveContainer(_ context.Context, _ *api.PodSandbox, c *api.Co
 	return nil
 }
 
-// logger writes the stub's messages at the level DEBUG: this package says itself what an administrator needs.
+// logger writes the stub's messages at the level DEBUG: administrators need those of this package only.
 type logger struct{ log *slog.Logger }
 
 // Debugf implements nri/pkg/log.Logger.

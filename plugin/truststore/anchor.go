@@ -36,7 +36,7 @@ func (r *run) formerAnchors() map[fingerprint]int {
 	return former
 }
 
-// addAnchors writes the anchors of the distributions whose tools the container has.
+// addAnchors writes the anchors of those distributions of which the container has the tools.
 func (r *run) addAnchors() {
 	for _, a := range anchors {
 		action, err := r.addAnchor(a)

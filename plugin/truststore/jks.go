@@ -111,7 +111,7 @@ func (r *jksReader) text() (string, error) {
 	return string(data), err
 }
 
-// errPassword is the error of a keystore whose digest has been made with another password.
+// errPassword is the error of a keystore with a digest that was made with another password.
 var errPassword = errors.New("reading the keystore: its password is none of the usual ones")
 
 // scanJKS reads a keystore of which size bytes come before the digest, checks the digest, and calls visit for each

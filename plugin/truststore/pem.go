@@ -107,7 +107,7 @@ func scanPEM(r io.Reader, mayBe func(length int) bool, visit func(pemBlock)) (pe
 	}
 }
 
-// derLength is the length of what base64 encodes.
+// derLength is the length of the decoded bytes.
 func derLength(text []byte) int {
 	return len(bytes.TrimRight(text, "=")) * 6 / 8
 }

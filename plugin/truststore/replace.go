@@ -190,7 +190,7 @@ func giveToOwner(f, dir *os.File) {
 // maxSmall bounds the files with a single certificate.
 const maxSmall = 4 * maxCA
 
-// readSmall reads a file of ours. Whatever else has its name is opened without waiting and not read.
+// readSmall reads a file of ours. Another kind of file by its name is opened without waiting and not read.
 func readSmall(dir *os.File, name string) ([]byte, error) {
 	info, err := statAt(dir, name, 0)
 	if err != nil {

@@ -63,7 +63,7 @@ var javaKeystores = []string{
 	"/usr/local/sdkman/candidates/java/*/lib/security/cacerts",
 }
 
-// anchor is a folder whose certificates the tools of a distribution put into its stores.
+// anchor is a folder from which the tools of a distribution put certificates into its stores.
 type anchor struct {
 	folder    string
 	extension string

@@ -291,7 +291,7 @@ func TestConnectDuringAStop(t *testing.T) {
 	}
 	c.must(<-stopped)
 	c.must(os.Remove(c.dir + "/stopping"))
-	c.eventually("the container is trusted", func() bool { return d.ask("ready "+p.uid()).State == truststore.Trusted })
+	c.eventually("the container is trusted", func() bool { return d.ask("state "+p.uid()).State == truststore.Trusted })
 	container.wantCA(ownBundle)
 }
 
