@@ -41,6 +41,7 @@ type scene struct {
 	log  bytes.Buffer
 	made int
 	down bool   // the API server answers nothing
+	deny bool   // it has each request denied from the start
 	node string // the node of the proxy's token
 }
 
@@ -57,6 +58,11 @@ func newScene(t *testing.T) *scene {
 			r, _ := create.GetObject().(*certificatesv1.CertificateSigningRequest)
 			r.Name = fmt.Sprint(r.GenerateName, s.made)
 			r.Spec.Username = user
+			if s.deny {
+				r.Status.Conditions = []certificatesv1.CertificateSigningRequestCondition{
+					{Type: certificatesv1.CertificateDenied, Status: corev1.ConditionTrue},
+				}
+			}
 			r.Spec.Extra = map[string]certificatesv1.ExtraValue{"authentication.kubernetes.io/node-name": {s.node}}
 		}
 		return false, nil, nil
@@ -237,8 +243,7 @@ func TestBackOff(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		s := newScene(t)
-		s.node = "node-2"
-		defer s.startSigner()()
+		s.deny = true
 		defer s.startKeeper()()
 		const hour = 11 // requests: in the first 16 minutes 7, then one each ten minutes
 		for i, want := range []int{hour, 6, 6} {
@@ -248,10 +253,12 @@ func TestBackOff(t *testing.T) {
 				t.Errorf("there were %d requests in hour %d, want about %d", n, i, want)
 			}
 		}
-		s.set(func() { s.node = node })
+		s.set(func() { s.deny = false })
+		stopSigner := s.startSigner()
 		pass(maxRetry + time.Minute)
 		s.have()
-		s.set(func() { s.node = "node-2" })
+		stopSigner()
+		s.set(func() { s.deny = true })
 		before := s.requests()
 		pass(90 * time.Minute) // the first renewal is due after 20 minutes
 		if n := s.requests() - before; n < hour {
