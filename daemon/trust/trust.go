@@ -24,9 +24,9 @@
 // process enters its mount namespace and does the work of the hook. The environment and the mounts cannot be changed
 // any more. A repair that fails is tried again while the container runs.
 //
-// The hook of a container in a user namespace of its own runs in there, and cannot write into the folder of the reports.
-// The repair finds the CA in the stores then, and reports it. The reports belong to root of the node, so no container
-// can write one.
+// The hook of a container in a user namespace of its own runs in there, and cannot write into the folder of the
+// reports. The repair finds the CA in the stores then, and reports it. The reports belong to root of the node, so no
+// container can write one.
 //
 // # Two daemons
 //

@@ -86,8 +86,8 @@ func (b *bench) hiding(path string) string {
 	return layer
 }
 
-// start starts containers at the same time, and returns the time until all have ended, and the CPU time of runc with all
-// that it has started, in ms. The CPU time hardly depends on other load of the machine.
+// start starts containers at the same time, and returns the time until all have ended, and the CPU time of runc with
+// all that it has started, in ms. The CPU time hardly depends on other load of the machine.
 func (s *trustScene) start(image oci.Image, count int, adjusted bool) (ms, cpu float64) {
 	s.b.tb.within(func() {
 		containers, commands := make([]*oci.Container, count), make([]*exec.Cmd, count)

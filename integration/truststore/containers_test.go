@@ -69,7 +69,9 @@ func TestRestricted(t *testing.T) {
 // wantUnchanged fails unless a repair has found the CA in all stores.
 func wantUnchanged(t *testing.T, report truststore.Report) {
 	t.Helper()
-	changed := slices.ContainsFunc(report.Stores, func(s truststore.Store) bool { return s.Action != truststore.Present })
+	changed := slices.ContainsFunc(report.Stores, func(s truststore.Store) bool {
+		return s.Action != truststore.Present
+	})
 	if report.State != truststore.Trusted || len(report.Stores) == 0 || changed {
 		t.Errorf("got %s, want the state trusted and no change", summary(report))
 	}

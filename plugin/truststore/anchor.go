@@ -17,7 +17,7 @@ import (
 func (r *run) formerAnchors() map[fingerprint]int {
 	former := make(map[fingerprint]int)
 	for _, a := range anchors {
-		dir, err := r.root.openFolder(a.folder, 0)
+		dir, err := r.root.openFolder(a.folder)
 		if err != nil {
 			continue // addAnchors reports it
 		}
@@ -127,7 +127,7 @@ func (r *root) makeFolder(name string) (*os.File, error) {
 			return nil, err
 		}
 	}
-	return r.openFolder(name, 0)
+	return r.openFolder(name)
 }
 
 // makeOne makes a folder, but not on a volume.

@@ -24,7 +24,7 @@ const (
 
 // addDirectory adds to a hashed directory. A folder without hashed names is no store.
 func (r *run) addDirectory(path string) {
-	dir, err := r.root.openFolder(path, 0)
+	dir, err := r.root.openFolder(path)
 	if isAbsent(err) {
 		return
 	}

@@ -55,7 +55,8 @@ func eachEntryFD(fd int, visit func(entry) bool) error {
 			if string(e.name) == "." || string(e.name) == ".." {
 				continue
 			}
-			if count++; count > maxEntries {
+			count++
+			if count > maxEntries {
 				return fmt.Errorf("it has more than %d entries", maxEntries)
 			}
 			if e.kind == unix.DT_UNKNOWN {

@@ -80,7 +80,7 @@ func (r *root) openFD(name string, flags, resolve uint64) (int, error) {
 	}
 	for attempt := 0; ; attempt++ {
 		fd, err := unix.Openat2(int(r.dir.Fd()), name, &how)
-		if err == nil || attempt == 8 || err != unix.EAGAIN && err != unix.EINTR { //nolint:errorlint // a plain errno
+		if err == nil || attempt == 8 || err != unix.EAGAIN && err != unix.EINTR {
 			return fd, err
 		}
 	}
@@ -248,8 +248,8 @@ func refusePseudo(f *os.File) error {
 }
 
 // openFolder opens a folder to be read, or to be written in. Unlike a place it has no path of its own.
-func (r *root) openFolder(name string, resolve uint64) (*os.File, error) {
-	dir, err := r.openat2(name, unix.O_RDONLY|unix.O_DIRECTORY, resolve)
+func (r *root) openFolder(name string) (*os.File, error) {
+	dir, err := r.openat2(name, unix.O_RDONLY|unix.O_DIRECTORY, 0)
 	if err != nil {
 		return nil, err
 	}
@@ -278,7 +278,7 @@ func (r *root) expandOne(pattern string) []string {
 	}
 	folder, _ := path.Split(before)
 	wild, rest, _ := strings.Cut(pattern[len(folder):], "/")
-	dir, err := r.openFolder(folder, 0)
+	dir, err := r.openFolder(folder)
 	if err != nil {
 		return nil // no folder, no store
 	}

@@ -130,10 +130,10 @@ func (s *searcher) subfolders(folder string) []string {
 	var found []string
 	environment := false
 	_ = eachEntryFD(fd, func(e entry) bool { // a folder with too many entries has been read in part
-		switch {
-		case e.kind == unix.DT_REG:
+		switch e.kind {
+		case unix.DT_REG:
 			environment = environment || string(e.name) == "pyvenv.cfg"
-		case e.kind == unix.DT_DIR:
+		case unix.DT_DIR:
 			environment = environment || string(e.name) == "conda-meta"
 			found = append(found, string(e.name))
 		}

@@ -102,7 +102,8 @@ func (c *containerd) start() {
 	c.t.Helper()
 	c.cmd = exec.Command(c.programs["containerd"], "--config", c.dir+"/config.toml", "--root", c.dir+"/root",
 		"--state", c.dir+"/state", "--address", c.dir+"/containerd.sock")
-	c.cmd.Env = append(os.Environ(), "PATH="+filepath.Dir(c.programs["containerd"])+":"+os.Getenv("PATH")+":/usr/sbin:/sbin")
+	c.cmd.Env = append(os.Environ(),
+		"PATH="+filepath.Dir(c.programs["containerd"])+":"+os.Getenv("PATH")+":/usr/sbin:/sbin")
 	c.cmd.Stdout, c.cmd.Stderr = c.log, c.log
 	c.must(c.cmd.Start())
 	c.eventually("containerd responds", func() bool {
