@@ -227,6 +227,11 @@ func caIsLate(ctx context.Context, t *testing.T, c *envconf.Config) {
 		}
 		return len(roots) > 0, err
 	})
+	// kubelet brings the ConfigMap to the daemon about once a minute. A container that is created before stays unknown.
+	waitFor(ctx, t, "the node has the CA", func() (bool, error) {
+		_, err := inPod(ctx, c, namespace, "node", "test", "-s", "/run/sluice/trust/ca.pem")
+		return err == nil, nil
+	})
 	root := theRoot(ctx, t, c)
 	scaleCA(ctx, t, c, 0)
 	must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
