@@ -66,7 +66,8 @@ func newPodTrust(
 	var err error
 	t.Trust, err = trust.New(trust.Config{
 		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: filepath.Join(d.conf.StateDir, "trust"),
-		Hook: d.plugin, Plugin: d.plugin, Proc: findProc(), Wanted: t.wanted, Older: t.older, Stopping: stopping, Changed: t.noteChange,
+		Hook: d.plugin, Plugin: d.plugin, Proc: findProc(),
+		Wanted: t.wanted, Older: t.older, Stopping: stopping, Changed: t.noteChange,
 		Log: d.log,
 	})
 	return t, err

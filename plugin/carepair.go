@@ -67,7 +67,8 @@ func parseCARepair(args []string) (caRepairArgs, error) {
 	flags.StringVar(&repair.proc, "proc", "/proc", "`FOLDER` of the host's processes")
 	flags.IntVar(&repair.pid, "pid", 0, "`PID` of the container's first process")
 	flags.StringVar(&repair.container, "container", "", "`ID` of the container")
-	flags.BoolVar(&repair.late, "late", false, "note in the report that programs may have read their trust stores before")
+	flags.BoolVar(&repair.late, "late", false,
+		"note in the report that programs may have read their trust stores before")
 	flags.StringVar(&repair.ca, "ca", "", "`FILE` with the CA certificates in PEM")
 	flags.StringVar(&repair.report, "report", "", "`FILE` to write the report to, as JSON")
 	flags.StringVar(&repair.bundle, "bundle", "", bundleUsage)

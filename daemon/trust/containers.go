@@ -257,8 +257,8 @@ func (t *Trust) outcome(c *container, current ca) (state truststore.State, note 
 		return truststore.Unknown, "", false
 	}
 	if report.Late {
-		return truststore.Unknown, "given the CA while it ran: programs that have read their trust store before do not " +
-			"trust it; start the container anew", true
+		return truststore.Unknown, "given the CA while it ran: programs that have read their trust store before do " +
+			"not trust it; start the container anew", true
 	}
 	note = noteOf(report)
 	if note == "" && !c.equipped {

@@ -96,8 +96,8 @@ func TestRepair(t *testing.T) {
 	}
 }
 
-// TestLateRepairs: a container that may have connected before it was given the CA stays unknown, also under a new CA. One
-// that was given a CA in time stays trusted.
+// TestLateRepairs: a container that may have connected before it was given the CA stays unknown, also under a new CA.
+// One that was given a CA in time stays trusted.
 func TestLateRepairs(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "older", "in time")

@@ -118,8 +118,8 @@ type Report struct {
 	Stores []Store  `json:"stores"`
 	// Unsearched says why the search for certifi ended before it had seen all folders, if it did.
 	Unsearched string `json:"unsearched,omitempty"`
-	// Late is true if the container had been running, and may have connected, when it was given the CA. The caller of Add
-	// sets it.
+	// Late is true if the container had been running, and may have connected, when it was given the CA. The caller of
+	// Add sets it.
 	Late bool `json:"late,omitempty"`
 	// Error is the error that ended the run early.
 	Error string `json:"error,omitempty"`
