@@ -64,6 +64,7 @@ func repairedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 		"wget -q -O- "+urls(ctx, t, c)[0]+" && cp "+imageStore+" /store; sleep 86400", "")))
 	waitFor(ctx, t, "the pod runs", func() (bool, error) { return running(ctx, c, "repaired"), nil })
 	placeDaemonSet(ctx, t, c, system, "sluice", true)
+	waitForRollout(ctx, t, c, system, "sluice")
 	waitForTrust(ctx, t, c, "repaired", "trusted")
 	for _, store := range []string{imageStore, "/store"} {
 		wantTrusted(ctx, t, c, "repaired", store)
@@ -77,7 +78,6 @@ func repairedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	if out, err := inPod(ctx, c, namespace, "relabelled", "grep", "-c", "sluice", imageStore); err != nil {
 		t.Errorf("the CA is not in its store: %q, %v", out, err)
 	}
-	waitForRollout(ctx, t, c, system, "sluice")
 }
 
 // passedPods checks that TLS of a pod that is not to trust the CA is passed through, and seen.
