@@ -66,6 +66,10 @@ func repairedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	placeDaemonSet(ctx, t, c, system, "sluice", true)
 	waitForRollout(ctx, t, c, system, "sluice")
 	waitForTrust(ctx, t, c, "repaired", "trusted")
+	waitFor(ctx, t, "its connection has not waited any more", func() (bool, error) {
+		_, err := inPod(ctx, c, namespace, "repaired", "test", "-s", "/store")
+		return err == nil, nil
+	})
 	for _, store := range []string{imageStore, "/store"} {
 		wantTrusted(ctx, t, c, "repaired", store)
 	}
