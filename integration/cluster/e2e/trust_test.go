@@ -45,13 +45,8 @@ func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	must(t, client(c).Delete(ctx, newPod("uncaptured", namespace, nil, "", "")))
 }
 
-// repairedPods checks that pods which started without the daemon, or before they were captured, trust the proxy before
-// their connections go on.
+// repairedPods checks that a pod which started without the daemon trusts the proxy before its connections go on.
 func repairedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
-	must(t, client(c).Create(ctx, newPod("relabelled", namespace, nil, "sleep 86400", "")))
-	waitFor(ctx, t, "the pod without the label runs", func() (bool, error) {
-		return running(ctx, c, "relabelled"), nil
-	})
 	placeDaemonSet(ctx, t, c, system, "sluice", false)
 	waitFor(ctx, t, "the daemon has ended", func() (bool, error) {
 		var pods corev1.PodList
@@ -72,15 +67,6 @@ func repairedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	})
 	for _, store := range []string{imageStore, "/store"} {
 		wantTrusted(ctx, t, c, "repaired", store)
-	}
-	label := mergePatch(`{"metadata":{"labels":{"sluice.dev/capture":"true"}}}`)
-	must(t, client(c).Patch(ctx, newPod("relabelled", namespace, nil, "", ""), label))
-	waitForTrust(ctx, t, c, "relabelled", "unknown") // its programs may have read the store before
-	waitFor(ctx, t, "an event says so", func() (bool, error) {
-		return hasEvent(ctx, c, "relabelled", "SluiceCANotTrusted", "given the CA while it ran")
-	})
-	if out, err := inPod(ctx, c, namespace, "relabelled", "grep", "-c", "sluice", imageStore); err != nil {
-		t.Errorf("the CA is not in its store: %q, %v", out, err)
 	}
 }
 
