@@ -47,7 +47,6 @@ func TestCA(t *testing.T) {
 	step(t, "the proxy waits for the CA, and presents a chain that the published root verifies", caIsLate)
 	step(t, "every container of a captured pod trusts the proxy, and others get nothing", trustedByPods)
 	step(t, "TLS of a pod that is not to trust the CA is passed through", passedPods)
-	step(t, "a pod that started without the daemon trusts the proxy", repairedPods)
 	step(t, "neither restarts nor uninstallation change the root", caRestarts)
 	step(t, "the root is rotated under load, without an error of trust", caRotation)
 	step(t, "requests of others, and for other nodes, are denied", caRefusals)

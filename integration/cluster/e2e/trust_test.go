@@ -9,7 +9,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	"sigs.k8s.io/e2e-framework/klient/k8s/resources"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
@@ -43,31 +42,6 @@ func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 		t.Errorf("the pod without the label: got %q, %v; want no folder, no variable and no CA", out, err)
 	}
 	must(t, client(c).Delete(ctx, newPod("uncaptured", namespace, nil, "", "")))
-}
-
-// repairedPods checks that a pod which started without the daemon trusts the proxy before its connections go on.
-func repairedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
-	placeDaemonSet(ctx, t, c, system, "sluice", false)
-	waitFor(ctx, t, "the daemon has ended", func() (bool, error) {
-		var pods corev1.PodList
-		daemons := resources.WithLabelSelector("app.kubernetes.io/name=sluice")
-		err := client(c).WithNamespace(system).List(ctx, &pods, daemons)
-		return len(pods.Items) == 0, err
-	})
-	// The store is copied as soon as a connection has not waited any more.
-	must(t, client(c).Create(ctx, newPod("repaired", namespace, capture,
-		"wget -q -O- "+urls(ctx, t, c)[0]+" && cp "+imageStore+" /store; sleep 86400", "")))
-	waitFor(ctx, t, "the pod runs", func() (bool, error) { return running(ctx, c, "repaired"), nil })
-	placeDaemonSet(ctx, t, c, system, "sluice", true)
-	waitForRollout(ctx, t, c, system, "sluice")
-	waitForTrust(ctx, t, c, "repaired", "trusted")
-	waitFor(ctx, t, "its connection has not waited any more", func() (bool, error) {
-		_, err := inPod(ctx, c, namespace, "repaired", "test", "-s", "/store")
-		return err == nil, nil
-	})
-	for _, store := range []string{imageStore, "/store"} {
-		wantTrusted(ctx, t, c, "repaired", store)
-	}
 }
 
 // passedPods checks that TLS of a pod that is not to trust the CA is passed through, and seen.
