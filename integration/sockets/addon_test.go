@@ -177,6 +177,9 @@ func TestClientGivesUpInTheQueue(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	testbed.Eventually(t, "the closes reach the other ends", func() bool {
+		return pod.Exec("ss", "--no-header", "--tcp", "--numeric", "state", "established") == ""
+	})
 	pod.Exec("conntrack", "-F") // as time does
 	outcome := testbed.Echoes(t, 10, 200, pod.Host)
 	proxy := testbed.LaunchAddon(n, testbed.RawTCP...)
