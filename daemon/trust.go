@@ -87,7 +87,7 @@ func findProc() string {
 // wanted reports whether the containers of a pod are to be given the CA.
 func (t *podTrust) wanted(podUID string) bool {
 	r, ok := t.table.Captured(podUID)
-	return ok && podUID != "" && r.Trust.CA && t.ofRecord(r) != (attach.PodTrust{})
+	return ok && podUID != "" && r.Trust.CA && t.hasPart(r)
 }
 
 // older reports whether a pod ran before it was captured.
@@ -106,17 +106,20 @@ func (t *podTrust) of(records []attach.Record) attach.PodTrust {
 	return attach.PodTrust{}
 }
 
-// ofRecord describes the trust of a pod with this record. It is empty as long as there is neither a policy nor a CA:
-// then sluice has no part in it.
+// hasPart reports whether sluice has a part in the trust of a pod with this record: there is a policy for it, or a CA.
+func (t *podTrust) hasPart(r attach.Record) bool {
+	return r.Trust.TLS != "" || r.Trust.Nested != "" || t.HasCA()
+}
+
+// ofRecord describes the trust of a pod with this record. It is empty if sluice has no part in it.
 func (t *podTrust) ofRecord(r attach.Record) attach.PodTrust {
-	d := attach.PodTrust{TLS: r.Trust.TLS, Nested: r.Trust.Nested}
+	if !t.hasPart(r) {
+		return attach.PodTrust{}
+	}
+	d := attach.PodTrust{TLS: r.Trust.TLS, Nested: r.Trust.Nested, State: string(truststore.Unknown)}
 	if t.HasCA() {
 		d.TLS, d.Nested = cmp.Or(d.TLS, attach.Pass), cmp.Or(d.Nested, attach.Pass)
 	}
-	if d == (attach.PodTrust{}) {
-		return d
-	}
-	d.State = string(truststore.Unknown)
 	if r.Trust.CA {
 		d.State = string(t.State(r.Pod.UID).State)
 	}
@@ -134,7 +137,7 @@ func (t *podTrust) status(a *attach.AttachmentStatus) {
 		return // removed meanwhile
 	}
 	r, ok := e.Record(id)
-	if !ok || r.State != attach.Captured || !r.Trust.CA || t.ofRecord(r) == (attach.PodTrust{}) {
+	if !ok || r.State != attach.Captured || !r.Trust.CA || !t.hasPart(r) {
 		return
 	}
 	pod := t.State(r.Pod.UID)

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/plugin/files"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -63,24 +64,14 @@ func caRepair(args []string) int {
 
 func parseCARepair(args []string) (caRepairArgs, error) {
 	var repair caRepairArgs
-	flags := flag.NewFlagSet("ca-repair", flag.ContinueOnError)
+	flags := repair.flags("ca-repair", caRepairUsage)
 	flags.StringVar(&repair.proc, "proc", "/proc", "`FOLDER` of the host's processes")
 	flags.IntVar(&repair.pid, "pid", 0, "`PID` of the container's first process")
 	flags.StringVar(&repair.container, "container", "", "`ID` of the container")
 	flags.BoolVar(&repair.late, "late", false,
 		"note in the report that programs may have read their trust stores before")
-	flags.StringVar(&repair.ca, "ca", "", "`FILE` with the CA certificates in PEM")
-	flags.StringVar(&repair.report, "report", "", "`FILE` to write the report to, as JSON")
-	flags.StringVar(&repair.bundle, "bundle", "", bundleUsage)
-	flags.Usage = func() {
-		fmt.Fprint(flags.Output(), caRepairUsage)
-		flags.PrintDefaults()
-	}
-	if err := flags.Parse(args); err != nil {
-		return repair, fmt.Errorf("reading the arguments: %w", err)
-	}
-	if flags.NArg() > 0 {
-		return repair, fmt.Errorf("reading the arguments: unexpected argument %q", flags.Arg(0))
+	if err := parseFlags(flags, args); err != nil {
+		return repair, err
 	}
 	if repair.pid <= 0 || repair.container == "" || repair.ca == "" || repair.report == "" {
 		return repair, errors.New("reading the arguments: one of --pid, --container, --ca and --report is missing")
@@ -93,7 +84,7 @@ func (r caRepairArgs) run(ctx context.Context) truststore.Report {
 	failed := func(err error) truststore.Report {
 		return truststore.Report{State: truststore.Unknown, Error: err.Error()}
 	}
-	ca, err := readBounded(r.ca)
+	ca, err := files.ReadBounded(r.ca, maxHookInput)
 	if err != nil {
 		return failed(fmt.Errorf("reading the CA: %w", err))
 	}

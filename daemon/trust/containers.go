@@ -8,10 +8,10 @@ import (
 	"slices"
 	"strings"
 	"time"
-	"unicode"
 
 	"github.com/containerd/nri/pkg/api"
 
+	"github.com/sluice-cni/sluice/daemon/printable"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -48,9 +48,9 @@ func (t *Trust) replaceAll(sandboxes []*api.PodSandbox, list []*api.Container) {
 		uids[s.GetId()] = s.GetUid()
 	}
 	now := make(map[string]*container)
-	reports := make(map[string]bool)
+	ids := make(map[string]bool)
 	for _, c := range list {
-		reports[t.files.report(c.GetId())] = true
+		ids[c.GetId()] = true
 		switch c.GetState() {
 		case api.ContainerState_CONTAINER_RUNNING, api.ContainerState_CONTAINER_PAUSED:
 			now[c.GetId()] = t.newContainer(uids[c.GetPodSandboxId()], c)
@@ -63,9 +63,9 @@ func (t *Trust) replaceAll(sandboxes []*api.PodSandbox, list []*api.Container) {
 			now[id], c.looked = c, false // a repair that failed is tried again
 		}
 	}
-	t.containers, t.known, t.problem = now, true, ""
+	t.containers, t.known, t.connected, t.problem = now, true, true, ""
 	t.mu.Unlock()
-	t.removeReports(reports)
+	t.removeReports(ids)
 	t.Check()
 	t.settle()
 	pods := make(map[string]bool)
@@ -79,15 +79,14 @@ func (t *Trust) replaceAll(sandboxes []*api.PodSandbox, list []*api.Container) {
 	}
 }
 
-// removeReports removes all reports but those to be kept.
+// removeReports removes the reports of all containers but these, by their IDs.
 func (t *Trust) removeReports(keep map[string]bool) {
 	entries, err := os.ReadDir(t.files.reports())
 	if err != nil {
 		t.config.Log.Warn("reports of containers that are gone are not removed", "err", err)
 	}
 	for _, e := range entries {
-		id, isReport := strings.CutSuffix(e.Name(), ".json")
-		if isReport && !keep[t.files.report(id)] {
+		if id, isReport := strings.CutSuffix(e.Name(), ".json"); isReport && !keep[id] {
 			t.removeReport(id)
 		}
 	}
@@ -279,11 +278,11 @@ func noteOf(report truststore.Report) string {
 	var notes []string
 	for _, s := range report.Stores {
 		if s.Action == truststore.Failed && s.Kind != truststore.Anchor {
-			notes = append(notes, printable(fmt.Sprintf("%s %s: %s", s.Kind, s.Path, s.Error)))
+			notes = append(notes, printable.Text(fmt.Sprintf("%s %s: %s", s.Kind, s.Path, s.Error), maxNote))
 		}
 	}
 	if report.Unsearched != "" {
-		notes = append(notes, printable(report.Unsearched))
+		notes = append(notes, printable.Text(report.Unsearched, maxNote))
 	}
 	if len(notes) == 0 && report.State != truststore.Trusted {
 		return "it has no trust store, and was created without sluice: start it anew"
@@ -292,17 +291,6 @@ func noteOf(report truststore.Report) string {
 		notes = append(notes[:maxNotes], fmt.Sprintf("and %d more", more))
 	}
 	return strings.Join(notes, "; ")
-}
-
-// printable removes the characters that could control a terminal, and bounds the length.
-func printable(text string) string {
-	text = strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return -1
-		}
-		return r
-	}, text)
-	return strings.ToValidUTF8(text[:min(len(text), maxNote)], "")
 }
 
 // podLocked is the state of a pod's containers.

@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/sluice-cni/sluice/plugin/files"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -67,7 +68,7 @@ const maxReport = 1 << 20
 
 func readReport(path string) (truststore.Report, error) {
 	var report truststore.Report
-	data, err := readBounded(path, maxReport)
+	data, err := files.ReadBounded(path, maxReport)
 	if errors.Is(err, os.ErrNotExist) {
 		return report, errors.New("the hook has left no report")
 	}

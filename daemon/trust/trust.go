@@ -105,7 +105,7 @@ type Pod struct {
 // Trust makes the containers of wanted pods trust the CA.
 type Trust struct {
 	config   Config
-	files    *files
+	files    *caFiles
 	hookFile hookFile
 	repairs  chan struct{} // a token for each repair that runs
 	// retryPause is the constant of that name, but in tests.
@@ -119,6 +119,7 @@ type Trust struct {
 	known      bool   // the runtime has named its containers
 	problem    string // the reason why it has not
 	missed     string // the last one that was logged
+	connected  bool   // the runtime asks about new containers
 	containers map[string]*container
 	served     map[string]bool // pods whose connections do not wait for Ready any more, by UID
 }
@@ -149,7 +150,7 @@ func New(config Config) (*Trust, error) {
 		return nil, errors.New("trust: Wanted and Log are needed")
 	}
 	return &Trust{
-		config: config, files: newFiles(config.CAFile, config.Dir, config.Log),
+		config: config, files: newCAFiles(config.CAFile, config.Dir, config.Log),
 		hookFile: hookFile{path: config.Plugin},
 		repairs:  make(chan struct{}, maxRepairs), retryPause: retryPause, settled: make(chan struct{}),
 		problem: "the container runtime has not been asked yet", containers: make(map[string]*container),
@@ -204,6 +205,13 @@ func (t *Trust) State(podUID string) Pod {
 		return Pod{State: truststore.Unknown, Note: t.problem}
 	}
 	return t.podLocked(podUID)
+}
+
+// Asked reports whether the runtime asks about new containers, and whether it needs to: not as long as there is no CA.
+func (t *Trust) Asked() (asked, needed bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.connected, t.ca.exists()
 }
 
 // HasCA reports whether there is a CA.
