@@ -244,8 +244,14 @@ func TestReconnect(t *testing.T) {
 	r := s.newRuntime(running("pod", 4242))
 	trust, _ := s.start()
 	s.ready(trust, "pod")
+	if asked, needed := trust.Asked(); !asked || !needed {
+		t.Errorf("asked: %t, needed: %t; want both", asked, needed)
+	}
 	r.crash()
 	s.eventually("the loss is said", func() bool { return s.log.count("is lost") == 1 })
+	if asked, _ := trust.Asked(); asked {
+		t.Error("a runtime that has gone asks")
+	}
 	s.wantState(trust, "pod", truststore.Trusted, "app")
 	s.newRuntime(running("later", 4343))
 	s.eventually("the new container is known", func() bool { return trust.State("later").State == truststore.Trusted })
