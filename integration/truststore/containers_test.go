@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/opencontainers/runtime-spec/specs-go"
+
 	"github.com/sluice-cni/sluice/integration/oci"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/truststore"
@@ -63,6 +65,19 @@ func TestRestricted(t *testing.T) {
 			}
 			wantTrust(t, c, ca)
 		})
+	}
+}
+
+// TestSmallMemory: the hook runs in the container's cgroup, and is content with 8 MiB.
+func TestSmallMemory(t *testing.T) {
+	sluiced := newSluiced(t, newAuthority(t))
+	c := oci.New(t, oci.Machine(t), "/bin/sleep", "60")
+	limit := int64(8 << 20)
+	c.Spec.Linux.Resources = &specs.LinuxResources{Memory: &specs.LinuxMemory{Limit: &limit, Swap: &limit}}
+	adjust(sluiced, c, modes[0])
+	c.Start()
+	if report := sluiced.Report(c); report.State != truststore.Trusted {
+		t.Errorf("got %s", summary(report))
 	}
 }
 
