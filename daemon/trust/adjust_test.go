@@ -8,6 +8,8 @@ import (
 
 	"github.com/containerd/nri/pkg/api"
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/sluice-cni/sluice/integration/pki"
 )
 
 // TestAdjustment compares the additions to a container with golden text.
@@ -88,7 +90,7 @@ func TestAdjustment(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			s := newScene(t)
-			s.setCA(newCA(t, "proxy"))
+			s.setCA(pki.NewCA("proxy").Cert)
 			trust := s.newTrust()
 			trust.updateCA()
 			if test.before != nil {
@@ -122,7 +124,7 @@ func text(adjust *api.ContainerAdjustment) string {
 func TestOnlyWanted(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "wanted")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	r := s.newRuntime()
 	s.start()
 	r.waitFor(1)
@@ -139,7 +141,7 @@ func TestOnlyWanted(t *testing.T) {
 func TestOlderPlugin(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "wanted")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	s.must(os.WriteFile(s.path("plugin"), []byte("#!/bin/sh\necho 'CNI_COMMAND is missing' >&2; exit 1\n"), 0o755))
 	r := s.newRuntime()
 	s.start()
@@ -158,7 +160,7 @@ func TestOlderPlugin(t *testing.T) {
 func TestTwoDaemons(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "wanted")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	r := s.newRuntime()
 	_, stopFirst := s.start()
 	r.waitFor(1)

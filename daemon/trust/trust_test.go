@@ -12,6 +12,7 @@ import (
 
 	"github.com/containerd/nri/pkg/api"
 
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -30,7 +31,7 @@ func TestHookReport(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			s := newScene(t, "pod")
-			s.setCA(newCA(t, "proxy"))
+			s.setCA(pki.NewCA("proxy").Cert)
 			r := s.newRuntime()
 			trust, _ := s.start()
 			r.waitFor(1)
@@ -64,7 +65,7 @@ func TestRepair(t *testing.T) {
 	t.Parallel()
 	for name, report := range map[string]func(s *scene) string{
 		"none":             nil,
-		"of another CA":    func(s *scene) string { return s.report(newCA(s.t, "other"), truststore.Trusted) },
+		"of another CA":    func(s *scene) string { return s.report(pki.NewCA("other").Cert, truststore.Trusted) },
 		"with an error":    func(*scene) string { return `{"state":"unknown","error":"deadline exceeded"}` },
 		"that is no JSON":  func(*scene) string { return "{" },
 		"without contents": func(*scene) string { return "" },
@@ -72,7 +73,7 @@ func TestRepair(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := newScene(t, "pod")
-			s.setCA(newCA(t, "proxy"))
+			s.setCA(pki.NewCA("proxy").Cert)
 			s.must(os.Mkdir(s.path("run/reports"), 0o700))
 			s.write("run/reports/gone.json", "{}")
 			if report != nil {
@@ -102,13 +103,13 @@ func TestLateRepairs(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "older", "in time")
 	s.older = "older"
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	s.newRuntime(running("older", 4242), running("in time", 4343))
 	trust, _ := s.start()
 	s.ready(trust, "older", "in time")
 	for _, ca := range []string{"", "the next"} {
 		if ca != "" {
-			s.setCA(newCA(t, ca))
+			s.setCA(pki.NewCA(ca).Cert)
 			s.eventually("both are given the next CA", func() bool { return strings.Count(s.repaired(), "\n") == 4 })
 			s.ready(trust, "older", "in time")
 		}
@@ -122,7 +123,7 @@ func TestLateRepairs(t *testing.T) {
 func TestFailedRepairs(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "fails", "says", "hangs", "a", "b", "c")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	s.plugin(`mkdir slot-$$
 set -- slot-*
 [ $# -le 2 ] || touch too-many
@@ -151,7 +152,7 @@ rmdir slot-$$`)
 func TestRetry(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	s.plugin(`echo >>tries; [ -e mended ] || { echo "no space left" >&2; exit 1; }`)
 	s.newRuntime(running("pod", 4242))
 	trust := s.newTrust()
@@ -187,7 +188,7 @@ func TestRetry(t *testing.T) {
 func TestRotation(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod")
-	first, second := newCA(t, "first"), newCA(t, "second")
+	first, second := pki.NewCA("first").Cert, pki.NewCA("second").Cert
 	s.newRuntime(running("pod", 4242))
 	trust, stop := s.start()
 	s.eventually("the container is known", func() bool {
@@ -240,7 +241,7 @@ func TestRotation(t *testing.T) {
 func TestReconnect(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod", "later")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	r := s.newRuntime(running("pod", 4242))
 	trust, _ := s.start()
 	s.ready(trust, "pod")
@@ -265,7 +266,7 @@ func TestReconnect(t *testing.T) {
 func TestNoRuntime(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	trust, _ := s.start()
 	s.ready(trust, "pod")
 	s.wantState(trust, "pod", truststore.Unknown, "enable NRI")
@@ -297,7 +298,7 @@ func TestSilentRuntime(t *testing.T) {
 func TestStopping(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	r := s.newRuntime(running("pod", 4242))
 	trust := s.newTrust()
 	var stopping atomic.Bool
