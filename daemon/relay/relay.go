@@ -24,25 +24,26 @@ const acceptRetry = time.Second
 // Relay serves any number of pods with one upstream.
 type Relay struct {
 	upstream *upstream.Upstream
-	slots    slots
+	slots    *slots
 	log      *slog.Logger
 }
 
 // New makes a relay to up.
 func New(up *upstream.Upstream, log *slog.Logger) *Relay {
-	return &Relay{upstream: up, slots: newSlots(up), log: log}
+	return &Relay{upstream: up, slots: newSlots(), log: log}
 }
 
 // Server relays and counts one pod's connections.
 type Server struct {
 	relay *Relay
 	endpoint.Served
+	share *share
 	trust func() attach.PodTrust
 }
 
 // For makes the acceptor of one endpoint. trust returns how the pod's TLS is to be treated now.
 func (r *Relay) For(e endpoint.Served, trust func() attach.PodTrust) *Server {
-	return &Server{r, e, trust}
+	return &Server{r, e, r.slots.share(), trust}
 }
 
 // Counts returns the connections that do not wait any more.
@@ -67,7 +68,7 @@ func (s *Server) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Li
 			}
 			return
 		}
-		slot, err := s.relay.slots.take(accepting)
+		slot, err := s.slot(accepting)
 		if err != nil {
 			return // accepting has ended
 		}
@@ -85,4 +86,12 @@ func (s *Server) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Li
 		}
 		wg.Go(func() { s.serve(ctx, g, l, conn, slot) })
 	}
+}
+
+// slot waits until the upstream is there and the pod has a slot.
+func (s *Server) slot(ctx context.Context) (*slot, error) {
+	if err := s.relay.upstream.Wait(ctx); err != nil {
+		return nil, err
+	}
+	return s.share.take(ctx)
 }

@@ -80,6 +80,7 @@ func (s *Server) establish(ctx context.Context, g *gate.Gate, l *gate.Listener, 
 }
 
 // connect asks the upstream until it answers. It reads no byte of c meanwhile, so that it is always safe to ask again.
+// Each request takes a slot: when an upstream that is late comes back, all connections ask again at once.
 func (s *Server) connect(ctx context.Context, c captured.Conn, slot *slot, wait *late.Wait) (
 	*net.TCPConn, []byte, error,
 ) {
@@ -103,11 +104,16 @@ func (s *Server) connect(ctx context.Context, c captured.Conn, slot *slot, wait 
 		if err := s.relay.upstream.WaitToRetry(ctx, retry); err != nil {
 			return nil, nil, err
 		}
+		if slot, err = s.share.take(ctx); err != nil {
+			return nil, nil, err
+		}
 	}
 }
 
-// ask makes one request. A slow one gives its slot back, and from then on ends when the app gives up.
+// ask makes one request, and gives the slot back. A slow one does so early, and from then on ends when the app gives
+// up.
 func (s *Server) ask(ctx context.Context, c captured.Conn, slot *slot) (*net.TCPConn, []byte, error) {
+	defer slot.leave()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	conn, err := s.relay.upstream.Dial(ctx)
