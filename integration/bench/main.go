@@ -21,6 +21,7 @@ var parts = []struct {
 	run  func(*bench)
 }{
 	{"latency", benchLatency},
+	{"fair", benchFair},
 	{"throughput", benchThroughput},
 	{"mitmdump", benchMitmdump},
 	{"sockets", benchSockets},
