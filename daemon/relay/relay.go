@@ -84,7 +84,7 @@ func (s *Server) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Li
 			}
 			continue
 		}
-		wg.Go(func() { s.serve(ctx, g, l, conn, slot) })
+		wg.Go(func() { s.serve(ctx, g, l, conn, slot, wg) })
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/captured"
@@ -25,8 +26,10 @@ const (
 	firstRetry, lastRetry = 10 * time.Millisecond, time.Second
 )
 
-// serve relays conn, which it owns, from listener l of g until the connection has ended.
-func (s *Server) serve(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, slot *slot) {
+// serve relays conn, which it owns, from listener l of g. The end of the connection is done for wg.
+func (s *Server) serve(
+	ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, slot *slot, wg *sync.WaitGroup,
+) {
 	c, peer, first, err := s.establish(ctx, g, l, conn, slot)
 	switch refused := (refusedError{}); {
 	case errors.Is(err, captured.ErrGone):
@@ -46,9 +49,10 @@ func (s *Server) serve(ctx context.Context, g *gate.Gate, l *gate.Listener, conn
 	default:
 		s.relay.log.Debug("connection relayed", "pod", s.Pod.String(), "source", c.Source.String(),
 			"destination", c.Destination.String())
-		s.Joined.Join(ctx, splice.Pair{
+		wg.Add(1)
+		s.Joined.Start(ctx, splice.Pair{
 			App: conn, Peer: peer, First: first, HalfClose: s.relay.upstream.HalfClose(), AppState: c.AppState,
-		})
+		}, wg.Done)
 	}
 }
 

@@ -55,6 +55,15 @@ func (s *Set) Counts() sockdiag.Counts {
 // The data stays in the kernel, by splice(2). A peer that fails may have answered before: the app gets what the kernel
 // has of the answer, and then the reset.
 func (s *Set) Join(ctx context.Context, p Pair) {
+	var wg sync.WaitGroup
+	wg.Add(1)
+	s.Start(ctx, p, wg.Done)
+	wg.Wait()
+}
+
+// Start is Join in goroutines of its own, whose stacks are as small as they can be: a connection may be idle for hours.
+// It calls done when both connections are closed.
+func (s *Set) Start(ctx context.Context, p Pair, done func()) {
 	s.add(p.App)
 	p.once, p.passing, p.closed = new(sync.Once), new(atomic.Bool), func(bytes uint64) { s.remove(p.App, bytes) }
 	// If this process is killed, the kernel resets both: the app must not take a part of the data for all of it.
@@ -62,17 +71,19 @@ func (s *Set) Join(ctx context.Context, p Pair) {
 		_ = socket.SetResetOnClose(c, true) // fails only if closed, as the calls below will then
 	}
 	stop := context.AfterFunc(ctx, p.reset)
-	defer stop()
 	answered := make(chan struct{}) // closed when the direction to the app has ended
-	var up, down int64
-	var wg sync.WaitGroup
-	wg.Go(func() {
+	var down int64
+	go func() {
 		defer close(answered)
 		down = p.copyToApp()
-	})
-	up = p.copyToPeer(answered)
-	wg.Wait()
-	p.close(uint64(up + down))
+	}()
+	go func() {
+		defer done()
+		defer stop()
+		up := p.copyToPeer(answered)
+		<-answered
+		p.close(uint64(up + down))
+	}()
 }
 
 func (s *Set) add(app socket.Stream) {

@@ -22,6 +22,7 @@ var parts = []struct {
 }{
 	{"latency", benchLatency},
 	{"fair", benchFair},
+	{"idle", benchIdle},
 	{"throughput", benchThroughput},
 	{"mitmdump", benchMitmdump},
 	{"sockets", benchSockets},
