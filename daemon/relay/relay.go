@@ -14,6 +14,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
+	"github.com/sluice-cni/sluice/daemon/throttle"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -38,12 +39,13 @@ type Server struct {
 	relay *Relay
 	endpoint.Served
 	share *share
+	lines throttle.Lines
 	trust func() attach.PodTrust
 }
 
 // For makes the acceptor of one endpoint. trust returns how the pod's TLS is to be treated now.
 func (r *Relay) For(e endpoint.Served, trust func() attach.PodTrust) *Server {
-	return &Server{r, e, r.slots.share(), trust}
+	return &Server{relay: r, Served: e, share: r.slots.share(), trust: trust}
 }
 
 // Counts returns the connections that do not wait any more.

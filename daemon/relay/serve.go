@@ -3,6 +3,7 @@ package relay
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net"
 	"net/netip"
 	"slices"
@@ -33,27 +34,47 @@ func (s *Server) serve(
 	c, peer, first, err := s.establish(ctx, g, l, conn, slot)
 	switch refused := (refusedError{}); {
 	case errors.Is(err, captured.ErrGone):
-		s.relay.log.Debug("connection given up", "pod", s.Pod.String(), "source", c.Source.String(),
-			"destination", c.Destination.String())
+		s.debug(ctx, "connection given up", c)
 		socket.Reset(conn)
 	case errors.As(err, &refused):
-		s.relay.log.Warn("connection refused", "pod", s.Pod.String(), "source", c.Source.String(),
-			"destination", c.Destination.String(), "err", err)
+		if count, due := s.lines.Due(err.Error()); due {
+			s.relay.log.Warn("connection refused", "pod", s.Pod.String(), "source", c.Source.String(),
+				"destination", c.Destination.String(), "count", count, "err", err)
+		}
 		socket.Reset(conn)
 	case errors.Is(err, late.ErrDirect):
 		s.Direct.Carry(ctx, c)
 	case err != nil:
-		s.relay.log.Info("connection reset", "pod", s.Pod.String(), "source", c.Source.String(),
-			"destination", c.Destination.String(), "err", err)
+		if count, due := s.lines.Due(cause(err)); due {
+			s.relay.log.Info("connection reset", "pod", s.Pod.String(), "source", c.Source.String(),
+				"destination", c.Destination.String(), "count", count, "err", err)
+		}
 		socket.Reset(conn)
 	default:
-		s.relay.log.Debug("connection relayed", "pod", s.Pod.String(), "source", c.Source.String(),
-			"destination", c.Destination.String())
+		s.debug(ctx, "connection relayed", c)
 		wg.Add(1)
 		s.Joined.Start(ctx, splice.Pair{
 			App: conn, Peer: peer, First: first, HalfClose: s.relay.upstream.HalfClose(), AppState: c.AppState,
 		}, wg.Done)
 	}
+}
+
+// debug logs a message about c, if messages of that level are logged: the text of its addresses takes time.
+func (s *Server) debug(ctx context.Context, message string, c captured.Conn) {
+	if s.relay.log.Enabled(ctx, slog.LevelDebug) {
+		s.relay.log.Debug(message, "pod", s.Pod.String(), "source", c.Source.String(),
+			"destination", c.Destination.String())
+	}
+}
+
+// cause tells the reasons for resets apart, without the parts of err that the proxy chooses.
+func cause(err error) string {
+	for _, known := range []error{upstream.ErrUnreachable, late.ErrExpired, context.Canceled} {
+		if errors.Is(err, known) {
+			return known.Error()
+		}
+	}
+	return "other"
 }
 
 // refusedError says why a connection may not be relayed.
