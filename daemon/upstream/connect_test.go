@@ -3,6 +3,7 @@ package upstream
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/netip"
@@ -158,6 +159,30 @@ func TestConnectAnswersAreClassified(t *testing.T) {
 		{"504", "HTTP/1.1 504 Gateway Timeout\r\n\r\n", hangUp, ErrUnreachable, "504"},
 		{"500", "HTTP/1.1 500 Internal Server Error\r\n\r\n", hangUp, ErrLate, "500"},
 		{"503", "HTTP/1.1 503 Service Unavailable\r\n\r\n", stayOpen, ErrLate, "503"},
+		{"503 of Squid, refused", unavailable("X-Squid-Error: ERR_CONNECT_FAIL 111", ""), hangUp, ErrUnreachable, "111"},
+		{"503 of Squid without descriptors", unavailable("X-Squid-Error: ERR_CONNECT_FAIL 24", ""), hangUp, ErrLate, "open"},
+		{"503 of Squid without ports", unavailable("X-Squid-Error: ERR_CONNECT_FAIL 99", ""), hangUp, ErrLate, "assign"},
+		{"503 of Squid, its parents", unavailable("X-Squid-Error: ERR_CANNOT_FORWARD 0", ""), hangUp, ErrLate, "503"},
+		{"503 of HAProxy", unavailable("", "No server is available to handle this request."), hangUp, ErrLate, "behind"},
+		{
+			"502 of tinyproxy", page("<title>502 Unable to connect to upstream proxy</title>"), hangUp,
+			ErrLate, "behind",
+		},
+		{
+			"503 of Envoy, refused", unavailable("", "upstream connect error or disconnect/reset before headers. "+
+				"reset reason: remote connection failure, transport failure reason: delayed connect error: 111"), hangUp,
+			ErrUnreachable, "cannot connect",
+		},
+		{
+			"503 of Envoy, timed out", unavailable("", "reset reason: connection timeout"), hangUp,
+			ErrUnreachable, "cannot connect",
+		},
+		{"503 of Envoy, overflow", unavailable("", "reset reason: overflow"), hangUp, ErrLate, "too many"},
+		{"503 of Envoy, its own failure", unavailable("", "reset reason: local connection failure"), hangUp, ErrLate, "503"},
+		{"503 with descriptors in its page", unavailable("", "[Errno 24]"), hangUp, ErrLate, "file descriptors"},
+		{"503, refused by Proxy-Status", unavailable(refusedStatus, ""), hangUp, ErrUnreachable, "connection_refused"},
+		{"503, too busy by Proxy-Status", unavailable("Proxy-Status: p; error=connection_limit_reached", ""), hangUp, ErrLate, "limit"},
+		{"403 with Proxy-Status", "HTTP/1.1 403 Forbidden\r\nProxy-Status: p;error=proxy_internal_error\r\n\r\n", hangUp, ErrLate, "internal"},
 		{"429", "HTTP/1.1 429 Too Many Requests\r\n\r\n", hangUp, ErrLate, "429"},
 		{"407", "HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", hangUp, ErrMisconfigured, "user and a password"},
 		{"405", "HTTP/1.1 405 Method Not Allowed\r\n\r\n", hangUp, ErrMisconfigured, "405"},
@@ -176,6 +201,17 @@ func TestConnectAnswersAreClassified(t *testing.T) {
 			checkAnswer(t, conn, err, tc.want, tc.says)
 		})
 	}
+}
+
+// refusedStatus is the header of a proxy that could not connect, behind a member without an error.
+const refusedStatus = `Proxy-Status: a; received-status=200, b;next-hop="x; error=y"; error=connection_refused`
+
+// unavailable is an answer with the status 503, a header and a page.
+func unavailable(header, page string) string {
+	if header != "" {
+		header += "\r\n"
+	}
+	return fmt.Sprintf("HTTP/1.1 503 Service Unavailable\r\n%sContent-Length: %d\r\n\r\n%s", header, len(page), page)
 }
 
 // checkAnswer checks that err is want alone and contains says, and that there is a connection without an error only.
