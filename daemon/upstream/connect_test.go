@@ -159,30 +159,6 @@ func TestConnectAnswersAreClassified(t *testing.T) {
 		{"504", "HTTP/1.1 504 Gateway Timeout\r\n\r\n", hangUp, ErrUnreachable, "504"},
 		{"500", "HTTP/1.1 500 Internal Server Error\r\n\r\n", hangUp, ErrLate, "500"},
 		{"503", "HTTP/1.1 503 Service Unavailable\r\n\r\n", stayOpen, ErrLate, "503"},
-		{"503 of Squid, refused", unavailable("X-Squid-Error: ERR_CONNECT_FAIL 111", ""), hangUp, ErrUnreachable, "111"},
-		{"503 of Squid without descriptors", unavailable("X-Squid-Error: ERR_CONNECT_FAIL 24", ""), hangUp, ErrLate, "open"},
-		{"503 of Squid without ports", unavailable("X-Squid-Error: ERR_CONNECT_FAIL 99", ""), hangUp, ErrLate, "assign"},
-		{"503 of Squid, its parents", unavailable("X-Squid-Error: ERR_CANNOT_FORWARD 0", ""), hangUp, ErrLate, "503"},
-		{"503 of HAProxy", unavailable("", "No server is available to handle this request."), hangUp, ErrLate, "behind"},
-		{
-			"502 of tinyproxy", page("<title>502 Unable to connect to upstream proxy</title>"), hangUp,
-			ErrLate, "behind",
-		},
-		{
-			"503 of Envoy, refused", unavailable("", "upstream connect error or disconnect/reset before headers. "+
-				"reset reason: remote connection failure, transport failure reason: delayed connect error: 111"), hangUp,
-			ErrUnreachable, "cannot connect",
-		},
-		{
-			"503 of Envoy, timed out", unavailable("", "reset reason: connection timeout"), hangUp,
-			ErrUnreachable, "cannot connect",
-		},
-		{"503 of Envoy, overflow", unavailable("", "reset reason: overflow"), hangUp, ErrLate, "too many"},
-		{"503 of Envoy, its own failure", unavailable("", "reset reason: local connection failure"), hangUp, ErrLate, "503"},
-		{"503 with descriptors in its page", unavailable("", "[Errno 24]"), hangUp, ErrLate, "file descriptors"},
-		{"503, refused by Proxy-Status", unavailable(refusedStatus, ""), hangUp, ErrUnreachable, "connection_refused"},
-		{"503, too busy by Proxy-Status", unavailable("Proxy-Status: p; error=connection_limit_reached", ""), hangUp, ErrLate, "limit"},
-		{"403 with Proxy-Status", "HTTP/1.1 403 Forbidden\r\nProxy-Status: p;error=proxy_internal_error\r\n\r\n", hangUp, ErrLate, "internal"},
 		{"429", "HTTP/1.1 429 Too Many Requests\r\n\r\n", hangUp, ErrLate, "429"},
 		{"407", "HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", hangUp, ErrMisconfigured, "user and a password"},
 		{"405", "HTTP/1.1 405 Method Not Allowed\r\n\r\n", hangUp, ErrMisconfigured, "405"},
@@ -203,15 +179,62 @@ func TestConnectAnswersAreClassified(t *testing.T) {
 	}
 }
 
-// refusedStatus is the header of a proxy that could not connect, behind a member without an error.
-const refusedStatus = `Proxy-Status: a; received-status=200, b;next-hop="x; error=y"; error=connection_refused`
-
-// unavailable is an answer with the status 503, a header and a page.
-func unavailable(header, page string) string {
-	if header != "" {
-		header += "\r\n"
+// TestFailuresOfKnownProxiesAreToldApart, where they answer the same for a dead destination and for themselves.
+func TestFailuresOfKnownProxiesAreToldApart(t *testing.T) {
+	t.Parallel()
+	const refused = `Proxy-Status: a; received-status=200, b;next-hop="x; error=y"; error=connection_refused`
+	for _, tc := range []struct {
+		name, status, header, page string
+		want                       error
+		says                       string
+	}{
+		{"Squid, refused", "503", "X-Squid-Error: ERR_CONNECT_FAIL 111", "", ErrUnreachable, "111"},
+		{"Squid without descriptors", "503", "X-Squid-Error: ERR_CONNECT_FAIL 24", "", ErrLate, "too many open files"},
+		{"Squid without ports", "503", "X-Squid-Error: ERR_CONNECT_FAIL 99", "", ErrLate, "cannot assign"},
+		{"Squid without its parents", "500", "X-Squid-Error: ERR_CANNOT_FORWARD 0", "", ErrLate, "500"},
+		{"HAProxy", "503", "", "No server is available to handle this request.", ErrLate, "behind this one"},
+		{"tinyproxy", "502", "", "<h1>Unable to connect to upstream proxy</h1>", ErrLate, "behind this one"},
+		{
+			"Envoy, refused", "503", "", "upstream connect error or disconnect/reset before headers. reset reason: " +
+				"remote connection failure, transport failure reason: delayed connect error: 111",
+			ErrUnreachable, "cannot connect",
+		},
+		{"an older Envoy", "503", "", "reset reason: connection failure", ErrUnreachable, "cannot connect"},
+		{"Envoy, timed out", "503", "", "reset reason: connection timeout", ErrUnreachable, "cannot connect"},
+		{"Envoy, overflow", "503", "", "reset reason: overflow", ErrLate, "too many connections"},
+		{"Envoy, itself", "503", "", "reset reason: local connection failure", ErrLate, "503"},
+		{"without descriptors", "503", "", "[Errno 24]", ErrLate, "file descriptors"},
+		{"too busy", "503", "Retry-After: 1", "", ErrLate, "503"},
+		{"Proxy-Status, refused", "503", refused, "", ErrUnreachable, "connection_refused"},
+		{"Proxy-Status, at its limit", "502", "Proxy-Status: p; error=connection_limit_reached", "", ErrLate, "limit"},
+		{"Proxy-Status, a fault", "403", "Proxy-Status: p;error=proxy_internal_error", "", ErrLate, "internal"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			header := "X: y"
+			if tc.header != "" {
+				header = tc.header
+			}
+			answer := fmt.Sprintf("HTTP/1.1 %s\r\n%s\r\nContent-Length: %d\r\n\r\n%s",
+				tc.status, header, len(tc.page), tc.page)
+			p := startProxy(t, "127.0.0.1:0", answering(answer, stayOpen))
+			conn, _, err := ask(t, p.Addr().String(), config.Connect, request)
+			checkAnswer(t, conn, err, tc.want, tc.says)
+		})
 	}
-	return fmt.Sprintf("HTTP/1.1 503 Service Unavailable\r\n%sContent-Length: %d\r\n\r\n%s", header, len(page), page)
+}
+
+// TestUnclearAnswerIsMarked, for Judge; Retry-After makes it clear.
+func TestUnclearAnswerIsMarked(t *testing.T) {
+	t.Parallel()
+	for header, want := range map[string]bool{"X: y": true, "Retry-After: 1": false} {
+		p := startProxy(t, "127.0.0.1:0", answering("HTTP/1.1 503 x\r\n"+header+"\r\n\r\n", hangUp))
+		_, _, err := ask(t, p.Addr().String(), config.Connect, request)
+		var unclear *unclearError
+		if got := errors.As(err, &unclear); got != want {
+			t.Errorf("%s: got %v, unclear %t; want %t", header, err, got, want)
+		}
+	}
 }
 
 // checkAnswer checks that err is want alone and contains says, and that there is a connection without an error only.

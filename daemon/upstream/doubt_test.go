@@ -1,6 +1,7 @@
 package upstream
 
 import (
+	"bytes"
 	"errors"
 	"io"
 	"net"
@@ -118,7 +119,7 @@ func refusing(protocol config.Protocol, destination, refusal string, granted *at
 		if _, err := io.ReadFull(conn, asked); err != nil {
 			return
 		}
-		if string(asked[4:8]) == string(request.Destination.Addr().AsSlice()) {
+		if bytes.Equal(asked[4:8], request.Destination.Addr().AsSlice()) {
 			_, _ = io.WriteString(conn, refusal)
 			return
 		}
