@@ -5,7 +5,7 @@ FUZZTIME ?= 20s
 FUZZRULESTIME ?= 1h
 # The last release of each version of mitmproxy, of each minor one of 12, and the development branch.
 VERSIONS ?= 8.1.1 9.0.1 10.4.2 11.1.3 12.0.1 12.1.2 12.2.3 12.3.1 main
-IMAGES := debian12 debian13 alpine rhel distroless bare
+IMAGES := debian12 debian13 alpine rhel distroless bare busybox
 
 # LDFLAGS sets the version. Go itself must not ask git for it: git refuses to read a clone that another user owns.
 export GOFLAGS := $(GOFLAGS) -buildvcs=false

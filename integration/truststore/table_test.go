@@ -34,6 +34,7 @@ var images = []image{
 	{name: "distroless", layers: []string{"distroless"},
 		env: []string{"SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt"}}, // as in the real images
 	{name: "no bundle", layers: []string{"bare", "debian13"}, bare: true},
+	{name: "BusyBox", layers: []string{"busybox"}},
 }
 
 // find returns the image's folders.
