@@ -95,15 +95,6 @@ func write(temp string, data []byte, mode fs.FileMode, like string) (err error) 
 	return f.Sync()
 }
 
-// move renames a file within its directory, and syncs the directory.
-func move(from, to string) error {
-	step("rename " + from)
-	if err := os.Rename(from, to); err != nil {
-		return err
-	}
-	return syncDir(filepath.Dir(to))
-}
-
 // remove removes the file at path, if there is one, and syncs its directory.
 func remove(path string) error {
 	step("remove " + path)

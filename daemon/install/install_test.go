@@ -2,11 +2,13 @@ package install
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -126,17 +128,27 @@ func contents(t *testing.T, i Installer) map[string]string {
 	return found
 }
 
-// plugins returns the types in the chain that the runtime would run.
-func plugins(t *testing.T, i Installer) []string {
+// chosen returns the file that the runtime chooses, and its text.
+func chosen(t *testing.T, i Installer) (path string, text []byte) {
 	t.Helper()
-	primary, err := i.primary()
-	if err != nil {
-		t.Fatalf("the runtime finds no network: %v", err)
-	}
-	text, err := os.ReadFile(primary)
+	files, err := i.confFiles()
 	if err != nil {
 		t.Fatal(err)
 	}
+	for _, f := range files {
+		if text, err := os.ReadFile(f); err == nil && validate(f, text) == nil {
+			return f, text
+		}
+	}
+	t.Fatalf("the runtime finds no network in %q", files)
+	return "", nil
+}
+
+// plugins returns the types in the chain that the runtime would run.
+func plugins(t *testing.T, i Installer) []string {
+	t.Helper()
+	primary, text := chosen(t, i)
+	var err error
 	var list *libcni.NetworkConfigList
 	if isList(primary) {
 		list, err = libcni.ConfListFromBytes(text)
@@ -207,6 +219,146 @@ func TestInstallAndUninstall(t *testing.T) {
 				t.Errorf("the binary: %v, want os.ErrNotExist", err)
 			}
 		})
+	}
+}
+
+// TestConfOfAnotherProgram: the program writes its .conf again, removes it, and makes it anew while sluice is installed.
+func TestConfOfAnotherProgram(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conf": conf, "20-b.conflist": bridge})
+	path := filepath.Join(i.ConfDir, "10-a.conf")
+	want := func(event string, chain ...string) {
+		t.Helper()
+		if _, err := i.Install(); err != nil {
+			t.Fatalf("%s: %v", event, err)
+		}
+		if got := plugins(t, i); !slices.Equal(got, chain) {
+			t.Errorf("%s: got the chain %v, want %v", event, got, chain)
+		}
+	}
+	want("at first", "ptp", "sluice")
+	put(t, path, strings.Replace(conf, "1400.0", "1300", 1))
+	want("the file is written again", "ptp", "sluice")
+	if _, text := chosen(t, i); !strings.Contains(string(text), "1300") {
+		t.Errorf("the runtime has %s, want the file as it was written again", text)
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	want("the file is removed", "bridge", "portmap", "sluice")
+	if got := contents(t, i); len(got) != 1 {
+		t.Errorf("the file is removed: got %q, want nothing left of it", got)
+	}
+	put(t, path, conf)
+	want("the file is made anew", "ptp", "sluice")
+	if _, err := i.Uninstall(); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := contents(t, i), (map[string]string{"10-a.conf": conf, "20-b.conflist": bridge}); !maps.Equal(got, want) {
+		t.Errorf("after Uninstall: got %q, want %q", got, want)
+	}
+}
+
+// TestCopyKeepsEntriesOfOthers: another program that chains itself (Istio's) takes the copy for the runtime's file.
+func TestCopyKeepsEntriesOfOthers(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conf": conf})
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	path, text := chosen(t, i)
+	put(t, path, strings.Replace(string(text), entry, entry+`, {"type": "istio-cni"}`, 1))
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := plugins(t, i), []string{"ptp", "istio-cni", "sluice"}; !slices.Equal(got, want) {
+		t.Errorf("got the chain %v, want %v", got, want)
+	}
+}
+
+// TestOnlyNetworkIsRemoved: a node without a network says so, and calls no plugin that is gone.
+func TestOnlyNetworkIsRemoved(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conf": conf})
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(filepath.Join(i.ConfDir, "10-a.conf")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := i.Install(); !errors.Is(err, ErrNoNetwork) {
+		t.Errorf("got %v, want ErrNoNetwork", err)
+	}
+	if got := contents(t, i); len(got) > 0 {
+		t.Errorf("got %q, want nothing left", got)
+	}
+}
+
+// TestCopyThatAnotherFileNames: Multus has found the copy beside its original, and names it. Without the copy, every ADD
+// would fail.
+func TestCopyThatAnotherFileNames(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conf": conf})
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	put(t, filepath.Join(i.ConfDir, "00-multus.conf"), `{"cniVersion":"0.4.0","name":"multus","type":"multus-shim",`+
+		`"clusterNetwork":"/host/etc/cni/net.d/10-a-by-sluice.conflist"}`)
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := plugins(t, i), []string{"multus-shim", "sluice"}; !slices.Equal(got, want) {
+		t.Errorf("got the chain %v, want %v", got, want)
+	}
+	if _, err := i.Uninstall(); err != nil {
+		t.Fatal(err)
+	}
+	if got := contents(t, i); strings.Contains(fmt.Sprint(got), entry) || got["10-a-by-sluice.conflist"] == "" {
+		t.Errorf("after Uninstall: got %q, want the copy that is named, and no entry", got)
+	}
+}
+
+// TestEntryInCopiedDelegates: Multus alone, before CNI 1.0.0, copies the network of pods into its own .conf.
+func TestEntryInCopiedDelegates(t *testing.T) {
+	t.Parallel()
+	const head = `{"cniVersion": "0.4.0", "name": "multus-cni-network", "type": "multus", "delegates": [ `
+	const second = `, {"cniVersion": "0.4.0", "name": "n2", "plugins": [{"type": "macvlan"}]}]}` + "\n"
+	for name, tc := range map[string]struct{ delegate, with, after string }{
+		"a conflist": {
+			`{"cniVersion":"0.4.0","name":"n","plugins":[{"type":"ptp"}]}`,
+			`{"cniVersion":"0.4.0","name":"n","plugins":[{"type":"ptp"},` + entry + `]}`, "",
+		},
+		"a conflist with an entry of before": {
+			`{"cniVersion":"0.4.0","name":"n","plugins":[{"type":"sluice","backend":"x"},{"type":"ptp"}]}`,
+			`{"cniVersion":"0.4.0","name":"n","plugins":[{"type":"ptp"},` + entry + `]}`,
+			`{"cniVersion":"0.4.0","name":"n","plugins":[{"type":"ptp"}]}`,
+		},
+		"a single plugin without a name": {
+			`{"type":"ptp"}`,
+			"{\n  \"cniVersion\": \"0.4.0\",\n  \"name\": \"multus-cni-network\",\n" +
+				"  \"plugins\": [\n    {\"type\":\"ptp\"},\n    " + entry + "\n  ]\n}",
+			"{\n  \"cniVersion\": \"0.4.0\",\n  \"name\": \"multus-cni-network\",\n" +
+				"  \"plugins\": [\n    {\"type\":\"ptp\"}\n  ]\n}",
+		},
+	} {
+		files := map[string]string{"00-multus.conf": head + tc.delegate + second, "10-a.conflist": bridge}
+		i, _ := newNode(t, files)
+		for range 2 {
+			if _, err := i.Install(); err != nil {
+				t.Fatalf("%s: %v", name, err)
+			}
+			files["00-multus.conf"] = head + tc.with + second
+			if got := contents(t, i); !maps.Equal(got, files) {
+				t.Errorf("%s: got %q, want %q", name, got, files)
+			}
+		}
+		if _, err := i.Uninstall(); err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		files["00-multus.conf"] = head + cmp.Or(tc.after, tc.delegate) + second
+		if got := contents(t, i); !maps.Equal(got, files) {
+			t.Errorf("%s: after Uninstall: got %q, want %q", name, got, files)
+		}
 	}
 }
 
@@ -569,12 +721,11 @@ func TestKeeperInstallsAgain(t *testing.T) {
 	installedAfter := func(change string) {
 		t.Helper()
 		testbed.Eventually(t, change+": the plugin is installed", func() bool {
-			primary, err := i.primary()
-			if err != nil {
+			if _, err := i.primary(); err != nil {
 				return false
 			}
-			text, err := os.ReadFile(primary)
-			return err == nil && strings.Contains(string(text), entry) && binaryInstalled(i) && k.Ready() == nil
+			_, text := chosen(t, i)
+			return strings.Contains(string(text), entry) && binaryInstalled(i) && k.Ready() == nil
 		})
 	}
 	main := filepath.Join(i.ConfDir, "10-a.conflist")
@@ -687,11 +838,7 @@ func FuzzEntry(f *testing.F) {
 		if err != nil || list.Plugins[len(list.Plugins)-1].Network.Type != pluginType {
 			t.Fatalf("with the entry, %q: libcni does not read it as the last plugin, %v", with, err)
 		}
-		before, err := elements(text)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if got, err := withoutEntry(with); count(before) == 0 && (err != nil || !bytes.Equal(got, text)) {
+		if got, err := withoutEntry(with); count(text) == 0 && (err != nil || !bytes.Equal(got, text)) {
 			t.Fatalf("got %q back, %v; want %q", got, err, text)
 		}
 		again, err := withEntry(with, []byte(entry))
