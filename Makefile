@@ -84,7 +84,8 @@ lint: bin/tools/golangci-lint bin/tools/helm ## Check Go, Python, scripts, wordi
 	tools/lint/notice
 	go vet ./...
 	bin/tools/golangci-lint run ./...
-	cd integration/cluster && go mod tidy -diff && go vet ./... && ../../bin/tools/golangci-lint run ./...
+	for module in cluster writers; do (cd integration/$$module && go mod tidy -diff && go vet ./... && \
+		../../bin/tools/golangci-lint run ./...) || exit; done
 
 manifests: bin/tools/helm ## Render deploy/sluice.yaml and deploy/mitmproxy/mitmproxy.yaml from their sources
 	deploy/render.sh > deploy/sluice.yaml

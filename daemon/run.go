@@ -138,6 +138,9 @@ func (d daemon) run(ctx context.Context) error {
 	if p.node != nil {
 		group.Go(func() error { return p.node.Run(relaying) })
 		group.Go(func() error { return p.node.KeepTaint(serving, d.conf.TaintAfter, p.api.Summary) })
+		if d.keeper != nil {
+			group.Go(func() error { return p.node.ReportContest(serving, d.keeper.Contest) })
+		}
 		group.Go(func() error { return p.node.KeepOptedIn(serving, attach.NewOptedInFile(d.conf.StateDir)) })
 	}
 	if d.keeper != nil {
@@ -207,6 +210,9 @@ func (d daemon) build() (p parts, err error) {
 	})
 	p.api = &api.API{
 		Agent: p.agent, Table: table, Upstream: status, Trust: p.trust.status, Runtime: p.trust.Asked, Ready: d.ready(p.node), Log: d.log,
+	}
+	if d.keeper != nil {
+		p.api.Keeper = d.keeper
 	}
 	return p, nil
 }

@@ -50,6 +50,8 @@ type Agent struct {
 	watching     watching
 	verifier     verifier // of Run's goroutine
 	restored     atomic.Uint64
+	uncaptured   uncaptured
+	enrolled     atomic.Uint64
 	log          *slog.Logger
 
 	// Set by Start, before other goroutines use the agent.

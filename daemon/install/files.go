@@ -50,14 +50,18 @@ func lock(stateDir string) (unlock func(), err error) {
 var step = func(string) {}
 
 // replace replaces the content of the file at path, or makes the file. A reader finds the old content or the new one at
-// every moment, after a crash too. If path is a symbolic link, its target is replaced.
-func replace(path string, data []byte, mode fs.FileMode) error {
+// every moment, after a crash too. If path is a symbolic link, its target is replaced. Unless was is nil, the file must
+// have that content still; otherwise its owner is writing it, and the error is ErrNoNetwork.
+func replace(path string, data []byte, mode fs.FileMode, was []byte) error {
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		path = target
 	}
 	dir, name := filepath.Split(path)
 	temp := filepath.Join(dir, "."+name+tempSuffix)
 	err := write(temp, data, mode, path)
+	if err == nil && was != nil && !same(path, was) { // to write and sync takes milliseconds
+		err = fmt.Errorf("%w: another program is writing it", ErrNoNetwork)
+	}
 	if err == nil {
 		step("rename " + path)
 		err = os.Rename(temp, path)

@@ -126,7 +126,7 @@ func (i Installer) copyPlugin() (written []string, err error) {
 	if info, err := os.Stat(to); err == nil && info.Mode().Perm() == 0o755 && same(to, data) {
 		return nil, nil
 	}
-	if err := replace(to, data, 0o755); err != nil {
+	if err := replace(to, data, 0o755, nil); err != nil {
 		return nil, err
 	}
 	return []string{to}, nil
@@ -191,7 +191,7 @@ func (i Installer) copy(conf string, text []byte) (written []string, err error) 
 	if err != nil {
 		return nil, fmt.Errorf("making a conflist of %s: %w", conf, err)
 	}
-	return []string{to}, replace(to, list, modeOf(conf))
+	return []string{to}, replace(to, list, modeOf(conf), nil)
 }
 
 // removeOrphans removes the copies of files that their owners have removed. The runtime would choose such a copy, and
@@ -228,7 +228,7 @@ func (i Installer) edit(path string, change func([]byte) ([]byte, error)) (writt
 	if bytes.Equal(text, after) {
 		return nil, nil
 	}
-	if err := replace(path, after, modeOf(path)); err != nil {
+	if err := replace(path, after, modeOf(path), text); err != nil {
 		return nil, err
 	}
 	return []string{path}, nil

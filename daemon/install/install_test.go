@@ -516,6 +516,24 @@ func TestHalfWrittenFile(t *testing.T) {
 	}
 }
 
+// TestOwnerWritesAtTheSameTime: the owner of a file writes it after Install has read it. That is not lost.
+func TestOwnerWritesAtTheSameTime(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
+	path := filepath.Join(i.ConfDir, "10-a.conflist")
+	const newer = `{"name":"n","cniVersion":"1.0.0","plugins":[{"type":"newer"}]}`
+	_, err := i.edit(path, func(text []byte) ([]byte, error) {
+		put(t, path, newer)
+		return withEntry(text, i.Entry)
+	})
+	if !errors.Is(err, ErrNoNetwork) || !strings.Contains(err.Error(), path) {
+		t.Errorf("got %v, want ErrNoNetwork, naming the file", err)
+	}
+	if got := contents(t, i); !maps.Equal(got, map[string]string{"10-a.conflist": newer}) {
+		t.Errorf("got %q, want what the owner wrote", got)
+	}
+}
+
 // TestHalfWrittenBeforeTheClockJumpedBack: Install skips an invalid file from the future, and does not wait until the
 // clock gets there.
 func TestHalfWrittenBeforeTheClockJumpedBack(t *testing.T) {
@@ -783,6 +801,79 @@ func TestUninstallWhileTheKeeperRuns(t *testing.T) {
 		if err := <-done; err != nil {
 			t.Errorf("Run: %v", err)
 		}
+	}
+}
+
+// TestContest begins when another program has undone the installation too often, and ends after a quiet period.
+func TestContest(t *testing.T) {
+	t.Parallel()
+	for name, tc := range map[string]struct{ theirs, file, want string }{
+		"Cilium": {
+			strings.Replace(bridge, `"bridge", "bridge"`, `"cilium-cni", "bridge"`, 1), "",
+			"most likely Cilium, whose plugin cilium-cni is in it; set cni.exclusive=false",
+		},
+		"Cilium, chained to another plugin": {
+			bridge, "20-b.conflist.cilium_bak",
+			"most likely Cilium, which has renamed a file to 20-b.conflist.cilium_bak; set cni.exclusive=false",
+		},
+		"flannel": {
+			strings.Replace(bridge, `"bridge", "bridge"`, `"flannel", "bridge"`, 1), "",
+			"most likely flannel, whose plugin flannel is in it; configure it to keep chained plugins",
+		},
+		"an unknown one": {bridge, "", "which has the plugins bridge, portmap: find the owner of that file"},
+	} {
+		files := map[string]string{"10-a.conflist": tc.theirs}
+		if tc.file != "" {
+			files[tc.file] = bridge
+		}
+		i, _ := newNode(t, files)
+		k := &Keeper{Installer: i, Log: slog.New(slog.DiscardHandler)}
+		path := filepath.Join(i.ConfDir, "10-a.conflist")
+		var b backoff
+		for n := range maxRewrites + 1 {
+			if got := k.Contest(); got != (attach.Contest{}) {
+				t.Fatalf("%s: undone %d times: got %+v, want no contest", name, n, got)
+			}
+			put(t, path, tc.theirs)
+			k.rescan(&b)
+		}
+		c := k.Contest()
+		if !strings.Contains(c.Reason, path) || !strings.Contains(c.Reason, tc.want) || c.Since.IsZero() {
+			t.Errorf("%s: got %+v, want the file and %q", name, c, tc.want)
+		}
+		if err := k.Ready(); err == nil || err.Error() != c.Reason {
+			t.Errorf("%s: Ready: got %v, want the contest", name, err)
+		}
+		if got := k.Undone(); got != maxRewrites {
+			t.Errorf("%s: undone: got %d, want %d", name, got, maxRewrites)
+		}
+		k.rescan(&b)
+		if got := k.Contest(); got != c {
+			t.Errorf("%s: after one look without a change: got %+v, want the same contest", name, got)
+		}
+		b.last = b.last.Add(-2 * quietPeriod)
+		k.rescan(&b)
+		if err := k.Ready(); err != nil || k.Contest() != (attach.Contest{}) {
+			t.Errorf("%s: after a quiet period: got %v, %+v; want the end of the contest", name, err, k.Contest())
+		}
+	}
+}
+
+// TestContestedBinary: another program removes the plugin again and again.
+func TestContestedBinary(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
+	k := &Keeper{Installer: i, Log: slog.New(slog.DiscardHandler)}
+	path := filepath.Join(i.BinDir, pluginType)
+	var b backoff
+	for range maxRewrites + 1 {
+		k.rescan(&b)
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := k.Contest().Reason; !strings.Contains(got, "keeps changing or removing "+path) {
+		t.Errorf("got the reason %q, want one that names %s", got, path)
 	}
 }
 

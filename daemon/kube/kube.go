@@ -245,11 +245,13 @@ func (n *Node) Labels(pod attach.Pod) map[string]string {
 	return facts.Labels
 }
 
-// Running lists the pods that run on this node. A pod is left out while its facts are not known yet.
+// Running lists the pods that run on this node, also those whose init containers do: their phase is Pending, and they
+// have an address. A pod is left out while its facts are not known yet.
 func (n *Node) Running() []optin.Running {
 	var running []optin.Running
 	for _, p := range n.scheduled() {
-		if p.Status.Phase != corev1.PodRunning || p.DeletionTimestamp != nil {
+		initializes := p.Status.Phase == corev1.PodPending && len(p.Status.PodIPs) > 0
+		if p.Status.Phase != corev1.PodRunning && !initializes || p.DeletionTimestamp != nil {
 			continue
 		}
 		pod := attach.Pod{Namespace: p.Namespace, Name: p.Name, UID: string(p.UID)}
@@ -311,12 +313,15 @@ func (n *Node) Report(pod attach.Pod, warning bool, reason, message string) {
 	if pod.Name == "" {
 		return
 	}
-	kind := corev1.EventTypeNormal
-	if warning {
-		kind = corev1.EventTypeWarning
-	}
 	ref := &corev1.ObjectReference{
 		APIVersion: "v1", Kind: "Pod", Namespace: pod.Namespace, Name: pod.Name, UID: types.UID(pod.UID),
 	}
-	n.events.Event(ref, kind, reason, message)
+	n.events.Event(ref, eventType(warning), reason, message)
+}
+
+func eventType(warning bool) string {
+	if warning {
+		return corev1.EventTypeWarning
+	}
+	return corev1.EventTypeNormal
 }

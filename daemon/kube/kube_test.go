@@ -311,7 +311,8 @@ func TestRunning(t *testing.T) {
 	n, _ := newNode(t, address, namespace("ci", nil),
 		pod("ci", "runs", wanted),
 		pod("ci", "host", func(p *corev1.Pod) { p.Spec.HostNetwork = true }),
-		pod("ci", "starts", func(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }),
+		pod("ci", "initializes", func(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }),
+		pod("ci", "starts", func(p *corev1.Pod) { p.Status.Phase, p.Status.PodIPs = corev1.PodPending, nil }),
 		pod("ci", "ended", func(p *corev1.Pod) { p.Status.Phase = corev1.PodSucceeded }),
 	)
 	got := map[string]optin.Running{}
@@ -319,7 +320,7 @@ func TestRunning(t *testing.T) {
 		got[r.Pod.Name] = r
 	}
 	host, runs := got["host"], got["runs"]
-	if len(got) != 2 || !host.HostNetwork || runs.HostNetwork || len(runs.IPs) != 2 || !optin.Wanted(runs.Facts) {
+	if _, ok := got["initializes"]; !ok || len(got) != 3 || !host.HostNetwork || runs.HostNetwork || len(runs.IPs) != 2 || !optin.Wanted(runs.Facts) {
 		t.Errorf("Running: got %+v", got)
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -63,6 +64,11 @@ func TestWantTaint(t *testing.T) {
 		s.NotReady = "not installed yet"
 		return s
 	}
+	contested := func(s attach.Status) attach.Status {
+		s = unready(s)
+		s.Contested = attach.Contest{Since: time.Unix(1000, 0), Reason: "Cilium"}
+		return s
+	}
 	const after = time.Minute
 	for _, tc := range []struct {
 		name    string
@@ -82,6 +88,10 @@ func TestWantTaint(t *testing.T) {
 		{"late for a moment", false, after, isLate, after - 1, false},
 		{"late for a long time", false, after, isLate, after, true},
 		{"late for a long time, capture not ready", false, after, unready(isLate), after, true},
+		{"contested for a long time", false, after, contested(isReady), after, true},
+		{"contested for a moment", false, after, contested(isReady), after - 1, false},
+		{"contested, and the taint is never added", false, 0, contested(isReady), time.Hour, false},
+		{"contested, and tainted", true, 0, contested(isReady), time.Hour, true},
 		{"late for a moment, and tainted", true, after, isLate, 0, true},
 		{"late for a long time, and tainted", true, after, isLate, time.Hour, true},
 	} {
@@ -140,25 +150,66 @@ func TestTaintIsRemovedAndAdded(t *testing.T) {
 	want("late for a moment", 1, others...)
 	keep(time.Minute, isLate)
 	want("late for a long time", 2, others[0], others[1], notReady)
-	for reason, message := range map[string]string{
-		"SluiceNodeReady": "taint sluice.dev/not-ready removed: " +
-			"sluice is ready to capture pods, and the upstream is ready",
-		"SluiceNodeTainted": "taint sluice.dev/not-ready added: " +
-			"upstream 1.2.3.4:80 is late: connection refused (for 1m0s)",
+	seen(3)
+	keep(0, isReady)
+	seen(2)
+	contested := isReady
+	contested.Contested = attach.Contest{Since: now.Add(-time.Hour), Reason: "Cilium does it"}
+	keep(time.Minute, contested)
+	want("contested", 4, others[0], others[1], notReady)
+	for message, reason := range map[string]string{
+		"taint sluice.dev/not-ready removed: " +
+			"sluice is ready to capture pods, and the upstream is ready": "SluiceNodeReady",
+		"taint sluice.dev/not-ready added: Cilium does it (for 1h0m0s)": "SluiceNodeTainted",
+		"taint sluice.dev/not-ready added: " +
+			"upstream 1.2.3.4:80 is late: connection refused (for 1m0s)": "SluiceNodeTainted",
 	} {
-		testbed.Eventually(t, "there is an event "+reason+": "+message, func() bool {
-			events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{})
-			if err != nil {
-				t.Fatal(err)
-			}
-			for _, e := range events.Items {
-				node := e.InvolvedObject.Kind == "Node" && e.InvolvedObject.Name == "here"
-				if node && e.Reason == reason && e.Message == message {
-					return true
-				}
-			}
-			return false
+		wantNodeEvent(t, client, reason, message)
+	}
+}
+
+func wantNodeEvent(t *testing.T, client *fake.Clientset, reason, message string) {
+	t.Helper()
+	testbed.Eventually(t, "there is an event "+reason+": "+message, func() bool {
+		events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return slices.ContainsFunc(events.Items, func(e corev1.Event) bool {
+			node := e.InvolvedObject.Kind == "Node" && e.InvolvedObject.Name == "here"
+			return node && e.Reason == reason && e.Message == message
 		})
+	})
+}
+
+// TestContestIsReported on the node, its beginning and its end, also if it began before the watch has shown the node.
+func TestContestIsReported(t *testing.T) {
+	t.Parallel()
+	n, client := newNode(t, address)
+	contests := make(chan attach.Contest, 1)
+	contests <- attach.Contest{Since: time.Unix(1000, 0), Reason: "Cilium does it"}
+	var contest attach.Contest
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error)
+	go func() {
+		done <- n.ReportContest(ctx, func() attach.Contest {
+			select {
+			case contest = <-contests:
+			default:
+			}
+			return contest
+		})
+	}()
+	if _, err := client.CoreV1().Nodes().Create(t.Context(), tainted("7"), metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	wantNodeEvent(t, client, "SluicePluginUndone", "new pods are not captured when they start: Cilium does it")
+	contests <- attach.Contest{}
+	wantNodeEvent(t, client, "SluicePluginInstalled", "no other program undoes the installation of the plugin any more: "+
+		"new pods are captured when they start")
+	cancel()
+	if err := <-done; err != nil {
+		t.Errorf("ReportContest: %v", err)
 	}
 }
 
