@@ -18,8 +18,8 @@ import (
 // extension, or runs a plugin of such a name, so a half-written file does no harm.
 const tempSuffix = ".sluice-tmp"
 
-// lockTimeout is much longer than any installation takes.
-const lockTimeout = 5 * time.Second
+// lockTimeout is much longer than any installation takes, also on a disk that takes seconds to sync.
+const lockTimeout = 30 * time.Second
 
 // lock prevents another process, such as the daemon that is about to replace this one, from installing or uninstalling
 // at the same time: both would write to the same temporary files. It makes the directory stateDir and locks it with
