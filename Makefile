@@ -78,6 +78,7 @@ lint: bin/tools/golangci-lint bin/tools/helm ## Check Go, Python, scripts, wordi
 	shellcheck $(SCRIPTS)
 	bin/tools/helm lint --quiet deploy/chart
 	tools/lint/manifests
+	tools/lint/values
 	tools/lint/python
 	go mod tidy -diff
 	tools/lint/plugin-links

@@ -133,7 +133,8 @@ const (
 	Kubernetes Source = "kubernetes"
 )
 
-// Load reads the file at path. Errors name the file, and for an invalid value its key too.
+// Load reads the file at path. Errors name the file, and for an invalid value its key too. There may be several, joined
+// by errors.Join.
 func Load(path string) (Config, error) {
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -141,13 +142,26 @@ func Load(path string) (Config, error) {
 	}
 	c, err := Parse(data, os.LookupEnv)
 	if err != nil {
-		return Config{}, fmt.Errorf("%s: %w", path, err)
+		return Config{}, prefix(path, err)
 	}
 	return c, nil
 }
 
+// prefix puts the path of the file before each of the joined errors.
+func prefix(path string, err error) error {
+	joined, ok := err.(interface{ Unwrap() []error })
+	if !ok {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	var all []error
+	for _, err := range joined.Unwrap() {
+		all = append(all, prefix(path, err))
+	}
+	return errors.Join(all...)
+}
+
 // Parse reads a configuration in YAML. lookupEnv resolves the environment variables in upstream.address. An error names
-// the invalid key and its value.
+// the invalid key and its value; several are joined. Whether keys go together is checked when each of them is valid.
 func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	c := Config{
 		Upstream: Upstream{Protocol: Connect},
@@ -179,8 +193,9 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	return c, nil
 }
 
-// validate reports the first required key that is missing, or the first keys that exclude each other.
+// validate reports the required keys that are missing, and the keys that exclude each other.
 func (c *Config) validate() error {
+	var errs []error
 	u := c.Upstream
 	sockets := u.Protocol == Sockets
 	pods, service := u.Pods.Namespace != "" || u.Pods.Labels != nil, u.Service != Name{}
@@ -231,10 +246,10 @@ func (c *Config) validate() error {
 		},
 	} {
 		if rule.broken {
-			return errors.New(rule.message)
+			errs = append(errs, errors.New(rule.message))
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // setter parses the value of one key and stores it in the configuration.
@@ -293,17 +308,17 @@ func walk(path string, value json.RawMessage, keys map[string]setter) error {
 		}
 		return fmt.Errorf("%s: %.100s is not a mapping of keys", path, value)
 	}
+	var errs []error
 	for _, name := range slices.Sorted(maps.Keys(object)) {
 		key := strings.TrimPrefix(path+"."+name, ".")
 		if strings.Contains(name, ".") || !isPrefix(key, keys) {
-			return fmt.Errorf("%s: unknown key, with value %.100s; the known keys here are %s",
-				key, object[name], strings.Join(knownKeys(path, keys), ", "))
+			errs = append(errs, fmt.Errorf("%s: unknown key, with value %.100s; the known keys here are %s",
+				key, object[name], strings.Join(knownKeys(path, keys), ", ")))
+			continue
 		}
-		if err := walk(key, object[name], keys); err != nil {
-			return err
-		}
+		errs = append(errs, walk(key, object[name], keys))
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // isPrefix tells whether key is one of keys, or a mapping that contains one.

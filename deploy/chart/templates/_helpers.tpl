@@ -24,6 +24,11 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- toYaml $config -}}
 {{- end }}
 
+{{/* The name of the ConfigMap with this configuration. */}}
+{{- define "sluice.configName" -}}
+sluice-{{ include "sluice.config" . | sha256sum | trunc 10 }}
+{{- end }}
+
 {{/* The version of the API of the policy that writes sluice.dev/opt-in, or nothing if there is no policy. */}}
 {{- define "sluice.optInPolicy" -}}
 {{- include "sluice.mutatingPolicy" (list . .Values.optInPolicy) -}}
