@@ -86,6 +86,32 @@ func TestCiliumThatSharesTheNode(t *testing.T) {
 	}
 }
 
+// TestWritersThatWriteOnce stand in for flannel and Calico, which write their file when they start: flannel by the
+// command of its DaemonSet, Calico's installer (writeCNIConfig) in place, without a rename.
+func TestWritersThatWriteOnce(t *testing.T) {
+	t.Parallel()
+	for program, start := range map[string]func(n *testbed.Node, text string){
+		"flannel": func(n *testbed.Node, text string) {
+			source := filepath.Join(n.Dir, "cni-conf.json")
+			write(t, source, text)
+			n.Exec("cp", "-f", source, filepath.Join(n.ConfDir, "05-main.conflist"))
+		},
+		"calico": func(n *testbed.Node, text string) { write(t, filepath.Join(n.ConfDir, "05-main.conflist"), text) },
+	} {
+		n, d := newNode(t, "1.0.0")
+		text := `{"name":"n","cniVersion":"0.3.1","plugins":[{"type":"` + program + `"},{"type":"portmap"}]}`
+		for _, event := range []string{" starts", " starts again", " starts once more"} {
+			start(n, text)
+			wantChain(t, n, program+event, "05-main.conflist", program, "portmap", "sluice")
+			ready(t, d, program+event)
+		}
+		if c := d.Status().Contested; c != (attach.Contest{}) {
+			t.Errorf("%s: got the contest %+v, want none", program, c)
+		}
+		wantUninstalled(t, n, map[string]string{"05-main.conflist": text, primaryFile: string(n.Primary())})
+	}
+}
+
 // TestThickMultus: Multus writes its .conf again when the file of the primary plugin changes, and removes it when it
 // ends. Neither a copy of the file must be left then, nor anything after the uninstallation.
 func TestThickMultus(t *testing.T) {
