@@ -11,8 +11,8 @@ func checkConfigCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "check-config",
 		Short: "Check a configuration file",
-		Long: `check-config checks the daemon's configuration file as "sluiced run" does when it starts, and changes nothing.
-It prints a line for each error, which names the key and the value, and fails if there is one.
+		Long: `check-config checks the daemon's configuration file as "sluiced run" does when it starts, and changes
+nothing. It prints a line for each error, which names the key and the value, and fails if there is one.
 
 It needs neither root nor a node. Environment variables in upstream.address must be set, as for the daemon.`,
 		Example: `  # Check the file of this node.

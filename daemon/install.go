@@ -150,8 +150,8 @@ func uninstallCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "uninstall",
 		Short: "Remove the plugin from this node",
-		Long: `uninstall removes sluice's entry from the network configuration, and a conflist that install made of another
-file. A running daemon does not install the plugin again until it is restarted.
+		Long: `uninstall removes sluice's entry from the network configuration, and a conflist that install made of
+another file. A running daemon does not install the plugin again until it is restarted.
 
 The plugin's binary stays while there are pods that it has attached, because the runtime needs it to remove
 them. Run uninstall again when these pods are gone. It needs root.`,

@@ -63,7 +63,8 @@ func (a *Agent) Enrolled() uint64 { return a.enrolled.Load() }
 // Reasons for which a running pod that opted in is not captured.
 const (
 	whyHostNetwork = "the pod uses the host's network, so its connections are the node's"
-	whyNoNetns     = "the pod started without the plugin, and no network namespace in " + netnsDir + " has its addresses"
+	whyNoNetns     = "the pod started without the plugin, and no network namespace in " + netnsDir +
+		" has its addresses"
 )
 
 // enrol captures the running pods that opted in and were never attached: they ran before sluice was installed, or

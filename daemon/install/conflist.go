@@ -103,8 +103,8 @@ func elements(text []byte) (found []element, err error) {
 }
 
 func lastIndex(keys []string, key string) int {
-	for i := len(keys) - 1; i >= 0; i-- {
-		if keys[i] == key {
+	for i, k := range slices.Backward(keys) {
+		if k == key {
 			return i
 		}
 	}
@@ -207,8 +207,8 @@ type position struct {
 // firstOurs finds an entry of sluice: the last one of the first list that has one.
 func firstOurs(conf []byte) *position {
 	for _, list := range root(conf).pluginLists() {
-		for i := len(list) - 1; i >= 0; i-- {
-			if list[i].ours {
+		for i, e := range slices.Backward(list) {
+			if e.ours {
 				return &position{list, i}
 			}
 		}

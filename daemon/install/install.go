@@ -143,7 +143,7 @@ func (i Installer) confFiles() ([]string, error) {
 }
 
 // primary returns the file that the runtime would choose without sluice: the first valid one. An invalid file before it
-// may be half-written, and then be chosen soon: it is skipped when it is older than halfWrittenAge, and an error before.
+// may be half-written, and then be chosen soon: it is an error, and is skipped when it is older than halfWrittenAge.
 func (i Installer) primary() (string, error) {
 	files, err := i.confFiles()
 	if err != nil {

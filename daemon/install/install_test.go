@@ -222,7 +222,7 @@ func TestInstallAndUninstall(t *testing.T) {
 	}
 }
 
-// TestConfOfAnotherProgram: the program writes its .conf again, removes it, and makes it anew while sluice is installed.
+// TestConfOfAnotherProgram: the program writes its .conf again, removes it, and makes it anew, beside sluice.
 func TestConfOfAnotherProgram(t *testing.T) {
 	t.Parallel()
 	i, _ := newNode(t, map[string]string{"10-a.conf": conf, "20-b.conflist": bridge})
@@ -254,8 +254,9 @@ func TestConfOfAnotherProgram(t *testing.T) {
 	if _, err := i.Uninstall(); err != nil {
 		t.Fatal(err)
 	}
-	if got, want := contents(t, i), (map[string]string{"10-a.conf": conf, "20-b.conflist": bridge}); !maps.Equal(got, want) {
-		t.Errorf("after Uninstall: got %q, want %q", got, want)
+	files := map[string]string{"10-a.conf": conf, "20-b.conflist": bridge}
+	if got := contents(t, i); !maps.Equal(got, files) {
+		t.Errorf("after Uninstall: got %q, want %q", got, files)
 	}
 }
 
@@ -294,8 +295,8 @@ func TestOnlyNetworkIsRemoved(t *testing.T) {
 	}
 }
 
-// TestCopyThatAnotherFileNames: Multus has found the copy beside its original, and names it. Without the copy, every ADD
-// would fail.
+// TestCopyThatAnotherFileNames: Multus has found the copy beside its original, and names it. Without the copy, every
+// ADD would fail.
 func TestCopyThatAnotherFileNames(t *testing.T) {
 	t.Parallel()
 	i, _ := newNode(t, map[string]string{"10-a.conf": conf})

@@ -320,7 +320,9 @@ func TestRunning(t *testing.T) {
 		got[r.Pod.Name] = r
 	}
 	host, runs := got["host"], got["runs"]
-	if _, ok := got["initializes"]; !ok || len(got) != 3 || !host.HostNetwork || runs.HostNetwork || len(runs.IPs) != 2 || !optin.Wanted(runs.Facts) {
+	_, initializes := got["initializes"]
+	if !initializes || len(got) != 3 || !host.HostNetwork || runs.HostNetwork || len(runs.IPs) != 2 ||
+		!optin.Wanted(runs.Facts) {
 		t.Errorf("Running: got %+v", got)
 	}
 }

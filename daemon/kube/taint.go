@@ -27,8 +27,9 @@ const (
 	maxTaintInterval = 30 * time.Second
 )
 
-// KeepTaint removes the taint from this node when status is ready, and adds it again when the upstream has been late, or
-// the plugin's installation contested, for after; 0: it never adds it. It runs until ctx ends, and always returns nil.
+// KeepTaint removes the taint from this node when status is ready, and adds it again when the upstream has been late,
+// or the plugin's installation contested, for after; 0: it never adds it. It runs until ctx ends, and always returns
+// nil.
 func (n *Node) KeepTaint(ctx context.Context, after time.Duration, status func() attach.Status) error {
 	interval, logged := taintInterval, ""
 	for ctx.Err() == nil {

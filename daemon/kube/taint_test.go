@@ -205,8 +205,8 @@ func TestContestIsReported(t *testing.T) {
 	}
 	wantNodeEvent(t, client, "SluicePluginUndone", "new pods are not captured when they start: Cilium does it")
 	contests <- attach.Contest{}
-	wantNodeEvent(t, client, "SluicePluginInstalled", "no other program undoes the installation of the plugin any more: "+
-		"new pods are captured when they start")
+	wantNodeEvent(t, client, "SluicePluginInstalled",
+		"no other program undoes the installation of the plugin any more: new pods are captured when they start")
 	cancel()
 	if err := <-done; err != nil {
 		t.Errorf("ReportContest: %v", err)

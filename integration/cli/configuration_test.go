@@ -106,8 +106,11 @@ func TestCheckConfig(t *testing.T) {
 		want []string // a line each
 	}{
 		"values": {
-			"upstream: {address: 'a:1', protocol: ftp}\ncapture: {source: all, excludePorts: [0], quic: no way}\nlog: 1",
-			[]string{`capture.excludePorts: .*0`, `capture.quic: .*no way`, `log: unknown key`, `upstream.protocol: .*ftp`},
+			"upstream: {address: 'a:1', protocol: ftp}\n" +
+				"capture: {source: all, excludePorts: [0], quic: no way}\nlog: 1",
+			[]string{
+				`capture.excludePorts: .*0`, `capture.quic: .*no way`, `log: unknown key`, `upstream.protocol: .*ftp`,
+			},
 		},
 		"keys that do not go together": {
 			"upstream: {address: 'a:1', port: 2}\ncapture: {source: all}\nlate: {taintAfter: 5m}",

@@ -1,6 +1,7 @@
 package conflist
 
 import (
+	"bytes"
 	"os"
 	"path/filepath"
 	"slices"
@@ -122,7 +123,7 @@ func TestThickMultus(t *testing.T) {
 	ready(t, d, "Multus starts")
 	testbed.Eventually(t, "the file of the primary plugin has no entry any more", func() bool {
 		got, err := os.ReadFile(n.ConfFile())
-		return err == nil && string(got) == string(n.Primary())
+		return err == nil && bytes.Equal(got, n.Primary())
 	})
 	changed := strings.Replace(string(n.Primary()), `"type":"bridge"`, `"type":"bridge","capabilities":{"ips":true}`, 1)
 	write(t, n.ConfFile(), changed)

@@ -1,6 +1,7 @@
 // Command writers runs the parts of other projects that write CNI network configurations, as these projects build them
 // into their agents. The tests in integration/conflist have sluiced live beside them. It has a module of its own, so
-// that sluice does not depend on theirs. The entrypoint of the thin Multus is a program by itself, a tool of the module.
+// that sluice does not depend on theirs. The entrypoint of the thin Multus is a program by itself: a tool of the
+// module.
 package main
 
 import (
