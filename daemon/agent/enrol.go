@@ -70,6 +70,9 @@ const (
 // enrol captures the running pods that opted in and were never attached: they ran before sluice was installed, or
 // another program had undone the installation when they started. It reports why the others cannot be captured.
 func (a *Agent) enrol(ctx context.Context) {
+	if a.settler.dissolving.Load() {
+		return
+	}
 	var missing []optin.Running
 	reasons := map[attach.Pod]string{}
 	attached := a.table.Pods()

@@ -201,6 +201,9 @@ func (e *Endpoint) lacksGate() bool {
 	return e.service.current() == nil && slices.ContainsFunc(e.Records(), captured)
 }
 
+// IsFree reports whether there is neither a rule nor a gate.
+func (e *Endpoint) IsFree() bool { return e.Installed() == nil && e.service.current() == nil }
+
 // Unused reports whether rules or a gate of a capture that has ended remain, and no connection uses them.
 func (e *Endpoint) Unused() bool {
 	s := e.snapshot(attach.Record{})

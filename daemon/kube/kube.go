@@ -52,6 +52,7 @@ type Node struct {
 	namespaces listers.NamespaceLister
 	services   listers.ServiceLister // the upstream's service only; nil unless the configuration names one
 	nodes      listers.NodeLister    // this node only
+	owner      *owner                // nil unless FollowDaemonSet was called
 
 	broadcaster record.EventBroadcaster
 	events      record.EventRecorder
@@ -101,12 +102,18 @@ func (n *Node) watch(namespace, field, value string) core.Interface {
 	return f.Core().V1()
 }
 
-// strip saves memory: it keeps only the identity and the taints of a node, and drops managedFields of other objects.
+// strip saves memory: it keeps only the identity, the labels, the taints and the runtime of a node, and drops
+// managedFields of other objects.
 func strip(o any) (any, error) {
 	if node, ok := o.(*corev1.Node); ok {
 		return &corev1.Node{
-			ObjectMeta: metav1.ObjectMeta{Name: node.Name, UID: node.UID, ResourceVersion: node.ResourceVersion},
-			Spec:       corev1.NodeSpec{Taints: node.Spec.Taints},
+			ObjectMeta: metav1.ObjectMeta{
+				Name: node.Name, UID: node.UID, ResourceVersion: node.ResourceVersion, Labels: node.Labels,
+			},
+			Spec: corev1.NodeSpec{Taints: node.Spec.Taints},
+			Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{
+				ContainerRuntimeVersion: node.Status.NodeInfo.ContainerRuntimeVersion,
+			}},
 		}, nil
 	}
 	if m, err := meta.Accessor(o); err == nil {

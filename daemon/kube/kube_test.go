@@ -53,6 +53,13 @@ func newNode(t *testing.T, up config.Upstream, objects ...runtime.Object) (*Node
 	if err != nil {
 		t.Fatal(err)
 	}
+	start(t, n)
+	return n, client
+}
+
+// start runs n until the end of the test, and returns when its informers have listed.
+func start(t *testing.T, n *Node) {
+	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
 	go func() { done <- n.Run(ctx) }()
@@ -67,7 +74,6 @@ func newNode(t *testing.T, up config.Upstream, objects ...runtime.Object) (*Node
 	for _, f := range n.factories {
 		f.WaitForCacheSync(ctx.Done())
 	}
-	return n, client
 }
 
 var address = config.Upstream{Address: "127.0.0.1:18080"}

@@ -46,8 +46,11 @@ func tainted(version string, taints ...corev1.Taint) *corev1.Node {
 		ObjectMeta: metav1.ObjectMeta{
 			Name: "here", UID: "u", ResourceVersion: version, Labels: map[string]string{"zone": "a"},
 		},
-		Spec:   corev1.NodeSpec{ProviderID: "p", Taints: taints},
-		Status: corev1.NodeStatus{Images: []corev1.ContainerImage{{Names: []string{"large"}}}},
+		Spec: corev1.NodeSpec{ProviderID: "p", Taints: taints},
+		Status: corev1.NodeStatus{
+			Images:   []corev1.ContainerImage{{Names: []string{"large"}}},
+			NodeInfo: corev1.NodeSystemInfo{ContainerRuntimeVersion: "containerd://2.4.2", OSImage: "x"},
+		},
 	}
 }
 
@@ -227,8 +230,13 @@ func TestNodeIsStrippedAndNotNotified(t *testing.T) {
 	})
 	for version := range 20 { // enough updates for the first one to arrive, if Changed received them
 		want := &corev1.Node{
-			ObjectMeta: metav1.ObjectMeta{Name: "here", UID: "u", ResourceVersion: fmt.Sprint(version)},
-			Spec:       corev1.NodeSpec{Taints: []corev1.Taint{notReady}},
+			ObjectMeta: metav1.ObjectMeta{
+				Name: "here", UID: "u", ResourceVersion: fmt.Sprint(version), Labels: map[string]string{"zone": "a"},
+			},
+			Spec: corev1.NodeSpec{Taints: []corev1.Taint{notReady}},
+			Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{
+				ContainerRuntimeVersion: "containerd://2.4.2",
+			}},
 		}
 		update := tainted(want.ResourceVersion, notReady)
 		if _, err := client.CoreV1().Nodes().Update(t.Context(), update, metav1.UpdateOptions{}); err != nil {
@@ -238,6 +246,9 @@ func TestNodeIsStrippedAndNotNotified(t *testing.T) {
 			got, err := n.nodes.Get("here")
 			return err == nil && cmp.Equal(want, got)
 		})
+	}
+	if got := n.Runtime(); got != "containerd" {
+		t.Errorf("the node's runtime is %q, want containerd", got)
 	}
 	select {
 	case <-n.Changed():
