@@ -20,6 +20,7 @@ type entry struct {
 	Capabilities      map[string]bool `json:"capabilities"`
 	AgentSocket       string          `json:"agentSocket"`
 	StateDir          string          `json:"stateDir"`
+	DataDir           string          `json:"dataDir"`
 	IncludeNamespaces []string        `json:"includeNamespaces"`
 	ExcludeNamespaces []string        `json:"excludeNamespaces"`
 	OnDaemonDown      string          `json:"onDaemonDown"`
@@ -89,7 +90,7 @@ func (f *installFlags) installer(conf config.Config) (i install.Installer, parse
 	}
 	e := f.entry
 	e.Type, e.Capabilities = "sluice", map[string]bool{netconf.PodAnnotations: true}
-	e.AgentSocket, e.StateDir = conf.AgentSocket, conf.StateDir
+	e.AgentSocket, e.StateDir, e.DataDir = conf.AgentSocket, conf.StateDir, conf.DataDir
 	data, err := json.Marshal(e)
 	if err != nil {
 		return i, nil, err

@@ -105,7 +105,7 @@ func (d daemon) run(ctx context.Context) error {
 		return err
 	}
 	if p.node == nil { // every pod is captured, and none may pass because of an older list
-		if err := attach.NewOptedInFile(d.conf.StateDir).Remove(); err != nil {
+		if err := attach.NewOptedInFile(d.conf.DataDir).Remove(); err != nil {
 			return err
 		}
 	}
@@ -116,7 +116,20 @@ func (d daemon) run(ctx context.Context) error {
 	d.log.Info("sluiced is up", "version", gitVersion, "agentSocket", d.conf.AgentSocket,
 		"upstream", d.conf.Upstream.String(), "protocol", string(d.conf.Upstream.Protocol))
 
+	// The parts run on after the signal, until it is decided whether the daemon leaves the node for good.
+	signalled, removed := ctx, false
+	ctx, end := context.WithCancel(context.WithoutCancel(ctx))
+	defer end()
 	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		defer end()
+		select {
+		case <-signalled.Done():
+			removed = d.leave(ctx, p)
+		case <-ctx.Done():
+		}
+		return nil
+	})
 	// Parts that serve other processes end when another daemon has taken over. The relay goes on.
 	serving, stopServing := context.WithCancel(ctx)
 	defer stopServing()
@@ -141,7 +154,7 @@ func (d daemon) run(ctx context.Context) error {
 		if d.keeper != nil {
 			group.Go(func() error { return p.node.ReportContest(serving, d.keeper.Contest) })
 		}
-		group.Go(func() error { return p.node.KeepOptedIn(serving, attach.NewOptedInFile(d.conf.StateDir)) })
+		group.Go(func() error { return p.node.KeepOptedIn(serving, attach.NewOptedInFile(d.conf.DataDir)) })
 	}
 	if d.keeper != nil {
 		group.Go(func() error { return d.keeper.Run(serving) })
@@ -166,6 +179,9 @@ func (d daemon) run(ctx context.Context) error {
 	})
 	if err := group.Wait(); !errors.Is(err, errEnded) {
 		return err
+	}
+	if removed {
+		return d.removeFiles(p.node.Runtime())
 	}
 	return nil
 }

@@ -46,6 +46,8 @@ type Config struct {
 	ProxySocket string
 	// StateDir is the directory of the attachment records.
 	StateDir string
+	// DataDir is the directory of the files that outlive the boot.
+	DataDir string
 	// MetricsAddress is the host:port at which Prometheus scrapes /metrics; empty: metrics are not served.
 	MetricsAddress string
 }
@@ -174,6 +176,7 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 		NRISocket:      "/var/run/nri/nri.sock",
 		AgentSocket:    attach.DefaultSocket,
 		StateDir:       attach.DefaultStateDir,
+		DataDir:        attach.DefaultDataDir,
 		MetricsAddress: "127.0.0.1:15090",
 	}
 	js, err := yaml.YAMLToJSONStrict(data)
@@ -289,6 +292,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		"agentSocket":            text(&c.AgentSocket, absolute),
 		"proxySocket":            text(&c.ProxySocket, absolute),
 		"stateDir":               text(&c.StateDir, absolute),
+		"dataDir":                text(&c.DataDir, absolute),
 		"metricsAddress":         text(&c.MetricsAddress, optional(hostPort)),
 	}
 }

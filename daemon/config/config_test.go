@@ -46,6 +46,7 @@ func defaults() Config {
 		AgentSocket:    "/run/sluice/agent.sock",
 		ProxySocket:    "/run/sluice/proxy.sock",
 		StateDir:       "/run/sluice",
+		DataDir:        "/var/lib/sluice",
 		MetricsAddress: "127.0.0.1:15090",
 	}
 }
@@ -84,6 +85,7 @@ late:
 agentSocket: /s/../a.sock
 proxySocket: /p.sock
 stateDir: /d/
+dataDir: /data
 metricsAddress: "[::1]:9090"
 `, func(c *Config) {
 			c.Upstream = Upstream{Address: "proxy.example:3128", Protocol: SOCKS5}
@@ -104,6 +106,7 @@ metricsAddress: "[::1]:9090"
 			c.CAFile, c.NRISocket = "/ca.pem", "/nri.sock"
 			c.Late = attach.Late{Policy: attach.Hold, Timeout: 90 * time.Second}
 			c.AgentSocket, c.ProxySocket, c.StateDir, c.MetricsAddress = "/a.sock", "/p.sock", "/d", "[::1]:9090"
+			c.DataDir = "/data"
 		}},
 		{"the upstream by pod labels", `
 upstream:
@@ -207,7 +210,7 @@ func TestParseErrors(t *testing.T) {
 		{upstream + "capture: all\n", `capture: "all" is not a mapping of keys`},
 		{
 			minimal + "metrics: x\n", `metrics: unknown key, with value "x"; the known keys here are ` +
-				`agentSocket, capture, late, metricsAddress, proxySocket, stateDir, trust, upstream`,
+				`agentSocket, capture, dataDir, late, metricsAddress, proxySocket, stateDir, trust, upstream`,
 		},
 		{
 			minimal + "late: {polcy: queue}\n",
@@ -321,6 +324,7 @@ func TestParseErrors(t *testing.T) {
 		{minimal + "late: {taintAfter: 5m}\n", `late.taintAfter: 5m0s: needs capture.source "kubernetes", not "all"`},
 		{minimal + "agentSocket: agent.sock\n", `agentSocket: "agent.sock" is not an absolute path`},
 		{minimal + "stateDir: ''\n", `stateDir: "" is not an absolute path`},
+		{minimal + "dataDir: data\n", `dataDir: "data" is not an absolute path`},
 		{minimal + "metricsAddress: 9090\n", `metricsAddress: "9090" is not host:port`},
 	} {
 		_, err := Parse([]byte(tc.yaml), environment)

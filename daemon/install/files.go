@@ -46,6 +46,22 @@ func lock(stateDir string) (unlock func(), err error) {
 	}
 }
 
+// checkWritable returns an error if this process may not write into the directory dir. The owner of a directory decides
+// for root too, unless root has DAC_OVERRIDE. A directory that does not exist is no error.
+func checkWritable(dir string) error {
+	err := unix.Access(dir, unix.W_OK|unix.X_OK)
+	if !errors.Is(err, unix.EACCES) {
+		return nil
+	}
+	owner := "another user"
+	var info unix.Stat_t
+	if unix.Stat(dir, &info) == nil {
+		owner = fmt.Sprintf("user %d", info.Uid)
+	}
+	return fmt.Errorf("%s belongs to %s, and sluiced may not write there without the capability DAC_OVERRIDE "+
+		"(value cni.otherOwner of the chart): %w", dir, owner, err)
+}
+
 // step is called before every change on disk. Tests end the process in it.
 var step = func(string) {}
 
@@ -85,15 +101,15 @@ func write(temp string, data []byte, mode fs.FileMode, like string) (err error) 
 	if _, err := f.Write(data); err != nil {
 		return err
 	}
+	if err := f.Chmod(mode); err != nil { // before the file belongs to another user
+		return err
+	}
 	if info, err := os.Stat(like); err == nil {
 		if old, ok := info.Sys().(*syscall.Stat_t); ok {
 			if err := f.Chown(int(old.Uid), int(old.Gid)); err != nil && !errors.Is(err, os.ErrPermission) {
 				return err
 			}
 		}
-	}
-	if err := f.Chmod(mode); err != nil {
-		return err
 	}
 	step("sync " + temp)
 	return f.Sync()

@@ -57,7 +57,7 @@ func (i Installer) Install() (written []string, err error) {
 		return nil, err
 	}
 	defer unlock()
-	if err := ignoreMissing(os.Remove(i.uninstalledMark())); err != nil {
+	if err := ignoreMissing(os.Remove(attach.UninstalledMark(i.StateDir))); err != nil {
 		return nil, fmt.Errorf("installing after an uninstall: %w", err)
 	}
 	return i.installLocked()
@@ -65,6 +65,9 @@ func (i Installer) Install() (written []string, err error) {
 
 // installLocked is Install, for a caller that holds the lock.
 func (i Installer) installLocked() (written []string, err error) {
+	if err := errors.Join(checkWritable(i.ConfDir), checkWritable(i.BinDir)); err != nil {
+		return nil, err
+	}
 	if err := errors.Join(sweep(i.ConfDir), sweep(i.BinDir)); err != nil {
 		return nil, fmt.Errorf("removing temporary files of an interrupted installation: %w", err)
 	}
@@ -157,8 +160,11 @@ func (i Installer) primary() (string, error) {
 		if err == nil {
 			err = validate(f, text)
 		}
-		if err == nil {
+		switch {
+		case err == nil:
 			return f, nil
+		case errors.Is(err, fs.ErrPermission): // the runtime may be able to read it
+			return "", fmt.Errorf("looking for the runtime's network configuration: %w", err)
 		}
 		// Abs: a file from the future was written before the clock jumped back, and is no reason to wait for so long.
 		if info, serr := os.Stat(f); serr == nil && time.Since(info.ModTime()).Abs() < halfWrittenAge {
@@ -266,10 +272,6 @@ func isNamed(path string, files []string) bool {
 	})
 }
 
-// uninstalledMark is the path of a file that tells a running daemon (`run --install`), by existing, not to install
-// again. A daemon that starts removes it, and installs.
-func (i Installer) uninstalledMark() string { return filepath.Join(i.StateDir, "uninstalled") }
-
 // Uninstall removes the entry and the copies that have it. It removes the binary only if
 // there are no attachment records, because the DEL of these pods needs it, and returns their number.
 func (i Installer) Uninstall() (attachments int, err error) {
@@ -278,7 +280,7 @@ func (i Installer) Uninstall() (attachments int, err error) {
 		return 0, err
 	}
 	defer unlock()
-	if err := os.WriteFile(i.uninstalledMark(), nil, 0o600); err != nil {
+	if err := os.WriteFile(attach.UninstalledMark(i.StateDir), nil, 0o600); err != nil {
 		return 0, fmt.Errorf("writing the file that keeps the daemon from installing again: %w", err)
 	}
 	if err := errors.Join(sweep(i.ConfDir), sweep(i.BinDir)); err != nil {
@@ -291,5 +293,22 @@ func (i Installer) Uninstall() (attachments int, err error) {
 	if err != nil || len(records) > 0 {
 		return len(records), err
 	}
-	return 0, remove(filepath.Join(i.BinDir, pluginType))
+	return 0, i.removePlugin()
 }
+
+// RemovePlugin removes the binary after Uninstall, when the attachments have gone. It does nothing if another daemon
+// has installed the plugin again meanwhile, or the binary is needed still.
+func (i Installer) RemovePlugin() error {
+	unlock, err := lock(i.StateDir)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	records, err := attach.NewStore(i.StateDir).List()
+	if err != nil || len(records) > 0 || !attach.Uninstalled(i.StateDir) {
+		return err
+	}
+	return i.removePlugin()
+}
+
+func (i Installer) removePlugin() error { return remove(filepath.Join(i.BinDir, pluginType)) }

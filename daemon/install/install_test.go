@@ -12,9 +12,11 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -677,6 +679,118 @@ func TestFullDisk(t *testing.T) {
 		}
 	}
 	t.Error("Install never had enough room")
+}
+
+// withoutOverride calls do as root without the capability DAC_OVERRIDE, for which the owner of a directory decides.
+func withoutOverride(t *testing.T, do func()) {
+	t.Helper()
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread() // and the thread ends with the goroutine
+		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+		var caps [2]unix.CapUserData
+		err := unix.Capget(&header, &caps[0])
+		if err == nil {
+			const override = 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_DAC_READ_SEARCH
+			caps[0].Effective &^= override
+			caps[0].Permitted &^= override
+			err = unix.Capset(&header, &caps[0])
+		}
+		if err == nil {
+			do()
+		}
+		done <- err
+	}()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestDirectoriesOfAnotherUser: without DAC_OVERRIDE nothing is touched, and the error says what is missing. With it
+// the files keep their owner.
+func TestDirectoriesOfAnotherUser(t *testing.T) {
+	t.Parallel()
+	if os.Geteuid() != 0 {
+		t.Skip("only root has capabilities to lose")
+	}
+	const owner = 1000
+	i, dir := newNode(t, map[string]string{"10-net.conflist": bridge})
+	for _, path := range []string{i.ConfDir, i.BinDir, filepath.Join(i.ConfDir, "10-net.conflist")} {
+		if err := os.Chown(path, owner, owner); err != nil {
+			t.Fatal(err)
+		}
+	}
+	before := contents(t, i)
+	withoutOverride(t, func() {
+		_, err := i.Install()
+		for _, want := range []string{"belongs to user 1000", "DAC_OVERRIDE", i.ConfDir, i.BinDir} {
+			if err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("without DAC_OVERRIDE: got %v, want an error with %q", err, want)
+			}
+		}
+	})
+	if after := contents(t, i); !maps.Equal(before, after) || binaryInstalled(i) {
+		t.Errorf("the refused installation has changed %q to %q", before, after)
+	}
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	info, err := os.Stat(filepath.Join(i.ConfDir, "10-net.conflist"))
+	if err != nil || info.Sys().(*syscall.Stat_t).Uid != owner || !binaryInstalled(i) {
+		t.Errorf("in %s: got %+v, %v; want the owner kept", dir, info, err)
+	}
+}
+
+// TestUnreadableConfiguration: the runtime may be able to read a file that this process cannot, and choose it.
+func TestUnreadableConfiguration(t *testing.T) {
+	t.Parallel()
+	if os.Geteuid() != 0 {
+		t.Skip("only root has capabilities to lose")
+	}
+	i, _ := newNode(t, map[string]string{"10-net.conflist": bridge, "20-other.conflist": bridge})
+	first := filepath.Join(i.ConfDir, "10-net.conflist")
+	if err := errors.Join(os.Chmod(first, 0o600), os.Chown(first, 1000, 1000)); err != nil {
+		t.Fatal(err)
+	}
+	withoutOverride(t, func() {
+		if _, err := i.Install(); !errors.Is(err, os.ErrPermission) || !strings.Contains(err.Error(), first) {
+			t.Errorf("got %v, want that %s cannot be read", err, first)
+		}
+	})
+}
+
+// TestRemovePlugin: after an uninstallation the binary goes with the last attachment, unless another daemon has
+// installed the plugin again.
+func TestRemovePlugin(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-net.conflist": bridge})
+	store := attach.NewStore(i.StateDir)
+	record := attach.Record{Attachment: attach.Attachment{ID: attach.ID{ContainerID: "c", IfName: "eth0"}}}
+	record.State = attach.Passed
+	want := func(when string, installed bool) {
+		t.Helper()
+		if err := i.RemovePlugin(); err != nil {
+			t.Errorf("%s: %v", when, err)
+		}
+		if got := binaryInstalled(i); got != installed {
+			t.Errorf("%s: the binary is there: %t, want %t", when, got, installed)
+		}
+	}
+	if _, err := i.Install(); err != nil {
+		t.Fatal(err)
+	}
+	want("while the plugin is installed", true)
+	if err := store.Write(record); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := i.Uninstall(); n != 1 || err != nil {
+		t.Fatalf("Uninstall: %d, %v", n, err)
+	}
+	want("while a pod is attached", true)
+	if err := store.RemovePassed(); err != nil {
+		t.Fatal(err)
+	}
+	want("without attachments", false)
 }
 
 // TestConcurrentInstallers: a daemon and the one that replaces it may both install while `sluiced uninstall` runs.

@@ -92,14 +92,15 @@ func (k *Keeper) record(written []string, err error) (isNew bool) {
 }
 
 // Run installs the plugin, and again whenever another program has undone that, until ctx ends. It uninstalls nothing at
-// its end: a daemon is stopped to be restarted or upgraded, and pods that start meanwhile must be captured too.
+// its end: a daemon is stopped to be restarted or upgraded, and pods that start meanwhile must be captured too. The
+// caller of Uninstall knows when sluice is removed for good.
 func (k *Keeper) Run(ctx context.Context) error {
 	w, err := fsnotify.NewWatcher()
 	if err != nil {
 		return fmt.Errorf("watching the CNI directories: %w", err)
 	}
 	defer w.Close() //nolint:errcheck // nothing was written
-	if err := ignoreMissing(os.Remove(k.uninstalledMark())); err != nil {
+	if err := ignoreMissing(os.Remove(attach.UninstalledMark(k.StateDir))); err != nil {
 		return fmt.Errorf("installing after an uninstall: %w", err)
 	}
 	var b backoff
@@ -170,7 +171,7 @@ func (k *Keeper) uncontested() {
 	}
 }
 
-var errUninstalled = errors.New("`sluiced uninstall` has removed the plugin; restart the daemon to install it again")
+var errUninstalled = errors.New("the plugin was uninstalled; restart the daemon to install it again")
 
 func (k *Keeper) installUnlessUninstalled() (written []string, err error) {
 	unlock, err := lock(k.StateDir)
@@ -178,7 +179,7 @@ func (k *Keeper) installUnlessUninstalled() (written []string, err error) {
 		return nil, err
 	}
 	defer unlock()
-	if _, err := os.Stat(k.uninstalledMark()); err == nil {
+	if attach.Uninstalled(k.StateDir) {
 		return nil, errUninstalled
 	}
 	return k.installLocked()

@@ -10,6 +10,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{/* No registry has an image under localhost/. Never says so in the pod's status, and tries none. */}}
+{{- define "sluice.pullPolicy" -}}
+{{- $loaded := hasPrefix "localhost/" .Values.image.repository -}}
+{{ .Values.image.pullPolicy | default (ternary "Never" "IfNotPresent" $loaded) }}
+{{- end }}
+
 {{/* Not empty if containers of captured pods are given the proxy's CA. Without quotes, off is false in YAML. */}}
 {{- define "sluice.trust" -}}
 {{- if not (has (toString .Values.config.trust.ca) (list "off" "false")) }}true{{ end -}}

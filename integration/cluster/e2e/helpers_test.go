@@ -11,7 +11,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/kubernetes"
-	"sigs.k8s.io/e2e-framework/klient/k8s/resources"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
@@ -165,13 +164,3 @@ func hasEventIn(ctx context.Context, c *envconf.Config, namespace, name, reason,
 
 // daemonPods selects the daemon's pods in the namespace system.
 const daemonPods = "app.kubernetes.io/name=sluice"
-
-// waitForNoDaemon waits until the daemon has ended.
-func waitForNoDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
-	t.Helper()
-	waitFor(ctx, t, "the daemon has ended", func() (bool, error) {
-		var pods corev1.PodList
-		err := client(c).WithNamespace(system).List(ctx, &pods, resources.WithLabelSelector(daemonPods))
-		return len(pods.Items) == 0, err
-	})
-}
