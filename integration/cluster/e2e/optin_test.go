@@ -257,7 +257,8 @@ func stopDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
 	setDaemonImage(ctx, t, c, missingImage)
 	waitFor(ctx, t, "no daemon runs", func() (bool, error) {
 		var pods corev1.PodList
-		if err := client(c).WithNamespace(system).List(ctx, &pods, resources.WithLabelSelector(daemonPods)); err != nil {
+		err := client(c).WithNamespace(system).List(ctx, &pods, resources.WithLabelSelector(daemonPods))
+		if err != nil {
 			return false, err
 		}
 		ended := true
