@@ -91,6 +91,11 @@ func (a *Agent) enrol(ctx context.Context) {
 			missing = append(missing, p)
 		case state.State == attach.Passed:
 			reasons[p.Pod] = cmp.Or(state.Trouble, "its capture has not begun")
+		case p.RuntimeClass != "":
+			if why := a.passedBy(p, state.Netns); why != "" {
+				reasons[p.Pod] = why
+				a.events.report(p.Pod, true, reasonNotCaptured, why)
+			}
 		}
 	}
 	a.enrolAll(ctx, missing, reasons)
@@ -99,6 +104,31 @@ func (a *Agent) enrol(ctx context.Context) {
 			a.events.report(pod, true, reasonNotCaptured, whyNoNetns)
 		}
 	}
+}
+
+// passedBy says why the connections of a pod with a RuntimeClass do not pass the rules in its netns, or nothing if they
+// do. Only the runtime knows: it makes the sandbox after the plugin has run, and the name of the class says nothing.
+func (a *Agent) passedBy(p optin.Running, id attach.NetnsID) (why string) {
+	e := a.table.Get(id)
+	if e == nil {
+		return ""
+	}
+	records := e.Records()
+	if len(records) == 0 {
+		return ""
+	}
+	sign, err := netns.OtherStack(records[0].Netns, p.IPs)
+	if err != nil { // such as of a pod that ends
+		a.log.Debug("the netns of a pod with a RuntimeClass cannot be read", "pod", p.Pod.String(), "err", err)
+		return ""
+	}
+	e.SetBypassed(sign != "")
+	if sign == "" {
+		return ""
+	}
+	return fmt.Sprintf("the runtime of its RuntimeClass %s has a network stack of its own (%s), so its connections do "+
+		"not pass the rules: those of Kata Containers with its default network model go around the proxy, and the "+
+		"wall stops all others", p.RuntimeClass, sign)
 }
 
 // enrolAll enrols the missing pods, and leaves in reasons those that are not captured then.

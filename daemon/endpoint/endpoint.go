@@ -76,6 +76,7 @@ type Endpoint struct {
 	trouble     string      // why the endpoint is not as its records say
 	policy      attach.Late // for connections that wait for the upstream
 	stopped     map[ruleset.Cause]uint64
+	bypassed    bool // the pod has a network stack of its own
 }
 
 // Records returns the records of the attachments.
@@ -173,6 +174,13 @@ func (e *Endpoint) SetStopped(counts map[ruleset.Cause]uint64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.stopped = counts
+}
+
+// SetBypassed records whether the pod has a network stack of its own, so that its connections do not pass the rules.
+func (e *Endpoint) SetBypassed(bypassed bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.bypassed = bypassed
 }
 
 // SetTrouble records why the endpoint is not as its records say; nil for no reason. It reports whether that is news.

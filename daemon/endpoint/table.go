@@ -130,6 +130,8 @@ type PodState struct {
 	State attach.State
 	// Trouble says why the pod is not in line; it is empty if it is.
 	Trouble string
+	// Netns is the identity of the attachment's netns.
+	Netns attach.NetnsID
 }
 
 // Pods returns the pods that are attached, without their UIDs.
@@ -138,7 +140,7 @@ func (t *Table) Pods() map[attach.Pod]PodState {
 	for _, s := range t.Snapshots() {
 		pod := attach.Pod{Namespace: s.record.Pod.Namespace, Name: s.record.Pod.Name}
 		if other, ok := pods[pod]; !ok || other.State == attach.Passed {
-			pods[pod] = PodState{s.record.State, s.trouble}
+			pods[pod] = PodState{s.record.State, s.trouble, s.record.NetnsID}
 		}
 	}
 	return pods

@@ -266,9 +266,11 @@ func (n *Node) Running() []optin.Running {
 		if err != nil {
 			continue
 		}
-		running = append(running, optin.Running{
-			Pod: pod, IPs: addresses(p), HostNetwork: p.Spec.HostNetwork, Facts: facts,
-		})
+		r := optin.Running{Pod: pod, IPs: addresses(p), HostNetwork: p.Spec.HostNetwork, Facts: facts}
+		if p.Spec.RuntimeClassName != nil {
+			r.RuntimeClass = *p.Spec.RuntimeClassName
+		}
+		running = append(running, r)
 	}
 	return running
 }

@@ -317,6 +317,7 @@ func TestRunning(t *testing.T) {
 	n, _ := newNode(t, address, namespace("ci", nil),
 		pod("ci", "runs", wanted),
 		pod("ci", "host", func(p *corev1.Pod) { p.Spec.HostNetwork = true }),
+		pod("ci", "sandboxed", func(p *corev1.Pod) { p.Spec.RuntimeClassName = new("gvisor") }),
 		pod("ci", "initializes", func(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }),
 		pod("ci", "starts", func(p *corev1.Pod) { p.Status.Phase, p.Status.PodIPs = corev1.PodPending, nil }),
 		pod("ci", "ended", func(p *corev1.Pod) { p.Status.Phase = corev1.PodSucceeded }),
@@ -327,8 +328,8 @@ func TestRunning(t *testing.T) {
 	}
 	host, runs := got["host"], got["runs"]
 	_, initializes := got["initializes"]
-	if !initializes || len(got) != 3 || !host.HostNetwork || runs.HostNetwork || len(runs.IPs) != 2 ||
-		!optin.Wanted(runs.Facts) {
+	if !initializes || len(got) != 4 || !host.HostNetwork || runs.HostNetwork || len(runs.IPs) != 2 ||
+		!optin.Wanted(runs.Facts) || runs.RuntimeClass != "" || got["sandboxed"].RuntimeClass != "gvisor" {
 		t.Errorf("Running: got %+v", got)
 	}
 }

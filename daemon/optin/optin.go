@@ -35,7 +35,9 @@ type Running struct {
 	Pod         attach.Pod
 	IPs         []netip.Addr
 	HostNetwork bool
-	Facts       Facts
+	// RuntimeClass is the name of the pod's RuntimeClass, if it has one.
+	RuntimeClass string
+	Facts        Facts
 }
 
 // ErrUnknown means that a pod's facts are not known yet, because the API server does not answer or has not seen the
