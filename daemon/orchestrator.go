@@ -102,7 +102,7 @@ func newNode(kubeconfig string, conf config.Config, log *slog.Logger) (*kube.Nod
 	if err != nil {
 		return nil, fmt.Errorf("API server: %w", err)
 	}
-	node, err := kube.New(client, name, conf.Upstream, log)
+	node, err := kube.New(client, name, conf, log)
 	if err != nil {
 		return nil, err
 	}

@@ -96,6 +96,13 @@ func (s *schema) allows(v any, definitions map[string]*schema) bool {
 		return s.Type == "string" && regexp.MustCompile(s.Pattern).MatchString(v)
 	case float64:
 		return s.Type == "integer" && v == float64(int(v)) && v >= *s.Minimum && v <= *s.Maximum
+	case map[string]any:
+		for name, value := range v {
+			if p, ok := s.Properties[name]; !ok || !p.allows(value, definitions) {
+				return false
+			}
+		}
+		return s.Type == "object" && s.AdditionalProperties == false
 	case []any:
 		return s.Type == "array" && !slices.ContainsFunc(v, func(item any) bool {
 			return !s.Items.allows(item, definitions)
@@ -123,7 +130,11 @@ func TestSchemaAgreesWithParse(t *testing.T) {
 		"capture.quic":         `"reject" "allow" | "drop" ""`,
 		"capture.other":        `"allow" "dns" "deny" | "drop"`,
 		"trust.ca":             `"auto" "off" false | "on" true`,
-		"trust.tls":            `"pass" "inspect" | "x" ""`, "trust.nested": `"pass" "inspect" | "x"`,
+		"capture.annotations": `"any" {} {"quic":["allow"],"late-timeout":"any"} {"ca":[false],"tls":[]}
+			{"exclude-outbound-ports":[80,"8000-8999"],"exclude-outbound-cidrs":["10.0.0.0/8"]} |
+			"none" [] {"quic":"allow"} {"quic":["x"]} {"unknown":[]} {"when-late":["never"]} {"late-timeout":["soon"]}
+			{"exclude-outbound-ports":[0]} {"include-outbound-cidrs":["x"]} {"tls":["x"]} {"exclude-interfaces":[""]}`,
+		"trust.tls": `"pass" "inspect" | "x" ""`, "trust.nested": `"pass" "inspect" | "x"`,
 		"trust.caFile": path, "trust.nriSocket": path,
 		"late.policy":           `"queue" "hold" "direct" | "never"`,
 		"metricsAddress":        `"127.0.0.1:9" "[::]:9" "" | "9" ":9" 9`,

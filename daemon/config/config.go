@@ -122,6 +122,11 @@ type Capture struct {
 	Other string
 	// Ports are the ports in pods to which connections are redirected.
 	Ports ruleset.Ports
+	// Namespaces selects namespaces for capture.
+	Namespaces Namespaces
+	// Annotations has the values that pods may ask for, by the name of the annotation without the prefix; nil: all. Of
+	// an annotation that it does not have, no value is allowed.
+	Annotations map[string][]Allowance
 }
 
 // Source is the value of capture.source: it selects the orchestrator that decides which attachments are captured.
@@ -243,6 +248,10 @@ func (c *Config) validate() error {
 				c.Capture.Source, Kubernetes),
 		},
 		{
+			len(c.Capture.Namespaces.Selected)+len(c.Capture.Namespaces.Enforced) > 0 && c.Capture.Source != Kubernetes,
+			fmt.Sprintf("capture.namespaces: needs capture.source %q, not %q", Kubernetes, c.Capture.Source),
+		},
+		{
 			c.TaintAfter != 0 && c.Capture.Source != Kubernetes,
 			fmt.Sprintf("late.taintAfter: %s: needs capture.source %q, not %q",
 				c.TaintAfter, Kubernetes, c.Capture.Source),
@@ -265,7 +274,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		"upstream.address":                 text(&c.Upstream.Address, address),
 		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5, Sockets})),
 		"upstream.podSelector.namespace":   text(&c.Upstream.Pods.Namespace, named),
-		"upstream.podSelector.matchLabels": labels(&c.Upstream.Pods),
+		"upstream.podSelector.matchLabels": matchLabels(&c.Upstream.Pods),
 		"upstream.service.namespace":       text(&c.Upstream.Service.Namespace, named),
 		"upstream.service.name":            text(&c.Upstream.Service.Name, named),
 		"upstream.port":                    text(&c.Upstream.Port, port),
@@ -274,26 +283,26 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		"capture.includePorts":             list(&c.Capture.IncludePorts, ruleset.ParsePortRange),
 		"capture.excludePorts":             list(&c.Capture.ExcludePorts, ruleset.ParsePortRange),
 		"capture.excludeCIDRs":             list(&c.Capture.ExcludeCIDRs, ruleset.ParseCIDR),
-		"capture.quic": text(&c.Capture.RejectQUIC, func(s string) (bool, error) {
-			_, err := oneOf([]string{"reject", "allow"})(s)
-			return s == "reject", err
-		}),
-		"capture.other":          text(&c.Capture.Other, oneOf(ruleset.Others)),
-		"capture.ports.outbound": text(&c.Capture.Ports.Outbound, port),
-		"capture.ports.inbound":  text(&c.Capture.Ports.Inbound, port),
-		"trust.ca":               text(&c.Trust.CA, TrustCA),
-		"trust.tls":              text(&c.Trust.TLS, TLSPolicy),
-		"trust.nested":           text(&c.Trust.Nested, TLSPolicy),
-		"trust.caFile":           text(&c.CAFile, absolute),
-		"trust.nriSocket":        text(&c.NRISocket, absolute),
-		"late.policy":            text(&c.Late.Policy, LatePolicy),
-		"late.timeout":           text(&c.Late.Timeout, Timeout),
-		"late.taintAfter":        text(&c.TaintAfter, Timeout),
-		"agentSocket":            text(&c.AgentSocket, absolute),
-		"proxySocket":            text(&c.ProxySocket, absolute),
-		"stateDir":               text(&c.StateDir, absolute),
-		"dataDir":                text(&c.DataDir, absolute),
-		"metricsAddress":         text(&c.MetricsAddress, optional(hostPort)),
+		"capture.quic":                     text(&c.Capture.RejectQUIC, rejectQUIC),
+		"capture.other":                    text(&c.Capture.Other, oneOf(ruleset.Others)),
+		"capture.ports.outbound":           text(&c.Capture.Ports.Outbound, port),
+		"capture.ports.inbound":            text(&c.Capture.Ports.Inbound, port),
+		"capture.namespaces.selected":      selectors(&c.Capture.Namespaces.Selected),
+		"capture.namespaces.enforced":      selectors(&c.Capture.Namespaces.Enforced),
+		"capture.annotations":              annotations(&c.Capture),
+		"trust.ca":                         text(&c.Trust.CA, TrustCA),
+		"trust.tls":                        text(&c.Trust.TLS, TLSPolicy),
+		"trust.nested":                     text(&c.Trust.Nested, TLSPolicy),
+		"trust.caFile":                     text(&c.CAFile, absolute),
+		"trust.nriSocket":                  text(&c.NRISocket, absolute),
+		"late.policy":                      text(&c.Late.Policy, LatePolicy),
+		"late.timeout":                     text(&c.Late.Timeout, Timeout),
+		"late.taintAfter":                  text(&c.TaintAfter, Timeout),
+		"agentSocket":                      text(&c.AgentSocket, absolute),
+		"proxySocket":                      text(&c.ProxySocket, absolute),
+		"stateDir":                         text(&c.StateDir, absolute),
+		"dataDir":                          text(&c.DataDir, absolute),
+		"metricsAddress":                   text(&c.MetricsAddress, optional(hostPort)),
 	}
 }
 
@@ -388,6 +397,12 @@ func scalar(raw json.RawMessage) string {
 	return s
 }
 
+// rejectQUIC parses whether QUIC is rejected: reject or allow.
+func rejectQUIC(s string) (bool, error) {
+	_, err := oneOf([]string{"reject", "allow"})(s)
+	return s == "reject", err
+}
+
 // LatePolicy parses the policy for new connections while the upstream is late: queue, hold or direct.
 func LatePolicy(s string) (attach.LatePolicy, error) { return oneOf(attach.LatePolicies)(s) }
 
@@ -464,8 +479,8 @@ func named(s string) (string, error) {
 	return s, nil
 }
 
-// labels returns the setter of a selector's labels.
-func labels(of *Selector) setter {
+// matchLabels returns the setter of a selector's labels.
+func matchLabels(of *Selector) setter {
 	return func(raw json.RawMessage) error {
 		var values map[string]json.RawMessage
 		if err := json.Unmarshal(raw, &values); err != nil || values == nil {

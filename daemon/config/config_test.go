@@ -12,12 +12,28 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"k8s.io/apimachinery/pkg/labels"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-var comparePrefixes = cmpopts.EquateComparable(netip.Prefix{})
+var (
+	comparePrefixes  = cmpopts.EquateComparable(netip.Prefix{})
+	compareSelectors = cmp.Comparer(func(x, y labels.Selector) bool { return x.String() == y.String() })
+)
+
+// parseSelectors parses selectors in the syntax of kubectl; the empty one selects everything.
+func parseSelectors(texts ...string) (all []labels.Selector) {
+	for _, text := range texts {
+		s, err := labels.Parse(text)
+		if err != nil {
+			panic(err)
+		}
+		all = append(all, s)
+	}
+	return all
+}
 
 // minimal is the shortest valid configuration.
 const minimal = "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all}\n"
@@ -147,6 +163,41 @@ capture: {source: kubernetes}
 late: {taintAfter: 5m}
 `, func(c *Config) { c.Capture.Source, c.TaintAfter = Kubernetes, 5*time.Minute }},
 		{"no CA, in quotes", minimal + "trust: {ca: 'off'}\n", func(c *Config) { c.Trust.CA = false }},
+		{
+			"namespaces and annotations", `
+upstream: {address: '127.0.0.1:18080'}
+capture:
+  source: kubernetes
+  namespaces:
+    selected: [{matchLabels: {team: ci}}, {matchExpressions: [{key: tier, operator: NotIn, values: [system]}]}]
+    enforced: [{}]
+  annotations:
+    exclude-outbound-ports: [5432, 8000-8999]
+    exclude-outbound-cidrs: [10.0.0.0/8]
+    when-late: [hold]
+    late-timeout: any
+    ca: [off]
+    quic: []
+`, func(c *Config) {
+				c.Capture.Source = Kubernetes
+				c.Capture.Namespaces = Namespaces{
+					Selected: parseSelectors("team=ci", "tier notin (system)"), Enforced: parseSelectors(""),
+				}
+				c.Capture.Annotations = map[string][]Allowance{
+					"exclude-outbound-ports": {
+						{Ports: ruleset.PortRange{First: 5432, Last: 5432}},
+						{Ports: ruleset.PortRange{First: 8000, Last: 8999}},
+					},
+					"exclude-outbound-cidrs": {{CIDR: netip.MustParsePrefix("10.0.0.0/8")}},
+					"when-late":              {{Text: "hold"}}, "late-timeout": {{Any: true}}, "ca": {{Text: "off"}},
+					"quic": nil,
+				}
+			},
+		},
+		{
+			"no annotations", "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all, annotations: {}}\n",
+			func(c *Config) { c.Capture.Annotations = map[string][]Allowance{} },
+		},
 		{"the node is never tainted again", minimal + "late: {taintAfter: 0s}\n", func(*Config) {}},
 		{
 			"one of the capture ports",
@@ -169,7 +220,7 @@ late: {taintAfter: 5m}
 			t.Errorf("%s: %v", tc.name, err)
 			continue
 		}
-		if diff := cmp.Diff(want, got, comparePrefixes); diff != "" {
+		if diff := cmp.Diff(want, got, comparePrefixes, compareSelectors); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", tc.name, diff)
 		}
 	}
@@ -301,6 +352,51 @@ func TestParseErrors(t *testing.T) {
 		{
 			upstream + "capture: {source: all, ports: {outboud: 1}}\n",
 			"capture.ports.outboud: unknown key, with value 1; the known keys here are inbound, outbound",
+		},
+		{
+			upstream + "capture: {source: all, namespaces: {selected: [{matchLabels: {a: b}}]}}\n",
+			`capture.namespaces: needs capture.source "kubernetes", not "all"`,
+		},
+		{
+			upstream + "capture: {source: kubernetes, namespaces: {selected: {a: b}}}\n",
+			`capture.namespaces.selected: {"a":"b"} is not a list`,
+		},
+		{
+			upstream + "capture: {source: kubernetes, namespaces: {enforced: [{matchLabel: {a: b}}]}}\n",
+			`capture.namespaces.enforced: {"matchLabel":{"a":"b"}} is not a label selector: `,
+		},
+		{
+			upstream + "capture: {source: kubernetes, namespaces: {enforced: [null]}}\n",
+			`capture.namespaces.enforced: null is not a label selector`,
+		},
+		{
+			upstream + "capture: {source: kubernetes, namespaces: {enforced: [{matchLabels: {a: 'b c'}}]}}\n",
+			`capture.namespaces.enforced: {"matchLabels":{"a":"b c"}} is not a label selector: `,
+		},
+		{
+			upstream + "capture: {source: kubernetes, namespaces: {enforced: " +
+				"[{matchExpressions: [{key: a, operator: Is, values: [b]}]}]}}\n",
+			`is not a label selector: "Is" is not a valid label selector operator`,
+		},
+		{
+			upstream + "capture: {source: all, annotations: none}\n",
+			`capture.annotations: "none" is neither any nor a mapping of annotations`,
+		},
+		{
+			upstream + "capture: {source: all, annotations: {exclude-ports: any}}\n",
+			`capture.annotations: exclude-ports: unknown; the known ones are ca, capture-inbound-ports, `,
+		},
+		{
+			upstream + "capture: {source: all, annotations: {quic: [maybe]}}\n",
+			`capture.annotations: quic: "maybe" is not one of [reject allow]`,
+		},
+		{
+			upstream + "capture: {source: all, annotations: {exclude-outbound-cidrs: [10.1.2.3/8]}}\n",
+			`capture.annotations: exclude-outbound-cidrs: "10.1.2.3/8" has host bits set`,
+		},
+		{
+			upstream + "capture: {source: all, annotations: {late-timeout: 5m}}\n",
+			`capture.annotations: late-timeout: "5m" is not a list`,
 		},
 
 		{

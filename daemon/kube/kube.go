@@ -42,6 +42,7 @@ type Node struct {
 	name      string
 	client    kubernetes.Interface
 	upstream  config.Upstream
+	selected  config.Namespaces
 	log       *slog.Logger
 	factories []informers.SharedInformerFactory
 	synced    []cache.InformerSynced
@@ -59,8 +60,9 @@ type Node struct {
 }
 
 // New makes the view of the node with that name. It is empty until Run.
-func New(client kubernetes.Interface, node string, up config.Upstream, log *slog.Logger) (*Node, error) {
-	n := &Node{name: node, client: client, upstream: up, log: log}
+func New(client kubernetes.Interface, node string, conf config.Config, log *slog.Logger) (*Node, error) {
+	up := conf.Upstream
+	n := &Node{name: node, client: client, upstream: up, selected: conf.Capture.Namespaces, log: log}
 	n.changed, n.relabeled = make(chan struct{}, 1), make(chan struct{}, 1)
 	// The node object is not part of Synced and Changed: decisions do not depend on it.
 	n.nodes = n.watch(metav1.NamespaceAll, "metadata.name", node).Nodes().Lister()
@@ -223,7 +225,8 @@ func hasUID(p *corev1.Pod, uid string) bool {
 
 func (n *Node) facts(p *corev1.Pod, ns *corev1.Namespace) (f optin.Facts, err error) {
 	f = optin.Facts{
-		Labels: p.Labels, NamespaceLabels: ns.Labels, Annotations: p.Annotations, Containers: containers(p),
+		Labels: p.Labels, Annotations: p.Annotations, Namespace: optin.NamespaceOf(n.selected, ns.Labels),
+		Containers: containers(p),
 	}
 	if p.Spec.DNSConfig != nil {
 		f.Resolvers = optin.ParseResolvers(p.Spec.DNSConfig.Nameservers)

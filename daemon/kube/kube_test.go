@@ -12,6 +12,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
@@ -49,7 +50,7 @@ func namespace(name string, labels map[string]string) *corev1.Namespace {
 func newNode(t *testing.T, up config.Upstream, objects ...runtime.Object) (*Node, *fake.Clientset) {
 	t.Helper()
 	client := fake.NewClientset(objects...)
-	n, err := New(client, "here", up, slog.New(slog.DiscardHandler))
+	n, err := New(client, "here", config.Config{Upstream: up, Capture: byTeam}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -77,6 +78,12 @@ func start(t *testing.T, n *Node) {
 }
 
 var address = config.Upstream{Address: "127.0.0.1:18080"}
+
+// byTeam opts the namespaces of the team "a" in, and enforces the capture of those of the team "b".
+var byTeam = config.Capture{Namespaces: config.Namespaces{
+	Selected: []labels.Selector{labels.SelectorFromSet(labels.Set{"team": "a"})},
+	Enforced: []labels.Selector{labels.SelectorFromSet(labels.Set{"team": "b"})},
+}}
 
 func TestPodFromTheCache(t *testing.T) {
 	t.Parallel()
@@ -107,8 +114,8 @@ func TestPodFromTheCache(t *testing.T) {
 		if _, err := n.Pod(t.Context(), tc.pod); !errors.Is(err, tc.want) {
 			t.Errorf("Pod(%+v): got %v, want %v", tc.pod, err, tc.want)
 		}
-		if err == nil && got.NamespaceLabels["team"] != "a" {
-			t.Errorf("Cached(%+v): got %+v, want the labels of the namespace", tc.pod, got)
+		if err == nil && got.Namespace.Value != "true" {
+			t.Errorf("Cached(%+v): got %+v, want the label of the namespace", tc.pod, got)
 		}
 	}
 }
@@ -149,7 +156,7 @@ func TestPodFromTheAPIServer(t *testing.T) {
 		t.Errorf("Cached: got %v, want optin.ErrUnknown", err)
 	}
 	got, err := n.Pod(t.Context(), newPod)
-	if err != nil || got.Labels[optin.Label] != "true" || got.NamespaceLabels["team"] != "a" {
+	if err != nil || got.Labels[optin.Label] != "true" || got.Namespace.Value != "true" {
 		t.Errorf("Pod: got %+v, %v", got, err)
 	}
 	newPod.UID = "uid-of-its-successor"
@@ -188,7 +195,7 @@ func TestChanged(t *testing.T) {
 		labelled := namespace("ci", map[string]string{optin.Label: "true"})
 		_, err := client.CoreV1().Namespaces().Update(t.Context(), labelled, metav1.UpdateOptions{})
 		return err
-	}, func(p optin.Facts) bool { return p.NamespaceLabels[optin.Label] == "true" })
+	}, func(p optin.Facts) bool { return p.Namespace.Value == "true" })
 }
 
 // wanted makes p a pod that opts in, with a label of its own to select it.

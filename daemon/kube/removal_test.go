@@ -22,7 +22,7 @@ import (
 func owned(t *testing.T, objects ...runtime.Object) (*Node, *fake.Clientset) {
 	t.Helper()
 	client := fake.NewClientset(objects...)
-	n, err := New(client, "here", address, slog.New(slog.DiscardHandler))
+	n, err := New(client, "here", config.Config{Upstream: address}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,9 +16,9 @@ import (
 
 // attached is the attachment of one pod in the daemon's status.
 type attached struct {
-	Pod, State, Backend, Trust string
-	Waiting                    int
-	Notes                      []string
+	Pod, State, Backend, Trust, Netns string
+	Waiting                           int
+	Notes                             []string
 }
 
 // attachment returns the attachment of a pod, given as namespace/name. It is empty if the daemon knows none.
