@@ -50,9 +50,10 @@ var removals = []removal{
 	{name: "helm uninstall", helm: true, remove: func(ctx context.Context, t *testing.T, c *envconf.Config) {
 		program(ctx, t, "bin/tools/helm", "uninstall", "sluice", "-n", system)
 	}},
-	{name: "the node leaves the nodeSelector", remove: func(ctx context.Context, t *testing.T, c *envconf.Config) {
+	{name: "the nodeSelector leaves the node", remove: func(ctx context.Context, t *testing.T, c *envconf.Config) {
 		placeDaemonSet(ctx, t, c, system, "sluice", false)
 	}},
+	{name: "the node loses the label that the nodeSelector selects", remove: nodeLosesLabel},
 	{name: "the API server goes down before the daemon ends", remove: removeWithoutAPIServer},
 }
 
@@ -144,6 +145,16 @@ func deleteRights(ctx context.Context, t *testing.T, c *envconf.Config) {
 	} {
 		must(t, client(c).Delete(ctx, o))
 	}
+}
+
+// nodeLosesLabel makes the DaemonSet select the node by a label, and then takes the label from the node.
+func nodeLosesLabel(ctx context.Context, t *testing.T, c *envconf.Config) {
+	n, err := getNode(ctx, c)
+	must(t, err)
+	must(t, client(c).Patch(ctx, n, mergePatch(`{"metadata":{"labels":{"nowhere":"x"}}}`)))
+	placeDaemonSet(ctx, t, c, system, "sluice", false) // on nodes with that label
+	waitForRollout(ctx, t, c, system, "sluice")
+	must(t, client(c).Patch(ctx, n, mergePatch(`{"metadata":{"labels":{"nowhere":null}}}`)))
 }
 
 // removeWithoutAPIServer deletes the DaemonSet and leaves its pod. The pod ends when the API server is down.
