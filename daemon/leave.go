@@ -8,7 +8,7 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// leave does what is to be done when this daemon is told to end. If sluice is being removed from the node for good, it
+// leave prepares the end of this daemon. If sluice is being removed from the node for good, it
 // uninstalls the plugin and releases the pods, and reports that. It does not before an update, a reboot, a drain or an
 // eviction, nor if the reason of the end is not known: captured pods then wait for the next daemon.
 func (d daemon) leave(ctx context.Context, p parts) (removed bool) {

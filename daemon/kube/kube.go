@@ -255,8 +255,8 @@ func (n *Node) Labels(pod attach.Pod) map[string]string {
 	return facts.Labels
 }
 
-// Running lists the pods that run on this node, also those whose init containers do: their phase is Pending, and they
-// have an address. A pod is left out while its facts are not known yet.
+// Running lists the pods that run on this node, also while only their init containers do: their phase is Pending then,
+// and they have an address. A pod is left out while its facts are not known yet.
 func (n *Node) Running() []optin.Running {
 	var running []optin.Running
 	for _, p := range n.scheduled() {
