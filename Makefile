@@ -78,13 +78,15 @@ lint: bin/tools/golangci-lint bin/tools/helm ## Check Go, Python, scripts, wordi
 	shellcheck $(SCRIPTS)
 	bin/tools/helm lint --quiet deploy/chart
 	tools/lint/manifests
+	tools/lint/values
 	tools/lint/python
 	go mod tidy -diff
 	tools/lint/plugin-links
 	tools/lint/notice
 	go vet ./...
 	bin/tools/golangci-lint run ./...
-	cd integration/cluster && go mod tidy -diff && go vet ./... && ../../bin/tools/golangci-lint run ./...
+	for module in cluster writers; do (cd integration/$$module && go mod tidy -diff && go vet ./... && \
+		../../bin/tools/golangci-lint run ./...) || exit; done
 
 manifests: bin/tools/helm ## Render deploy/sluice.yaml and deploy/mitmproxy/mitmproxy.yaml from their sources
 	deploy/render.sh > deploy/sluice.yaml
@@ -96,7 +98,7 @@ demo: ## * Show in under a minute that a pod's connections wait for a late proxy
 e2e: cluster-up bin/tools/helm ## * Run the end-to-end tests on a Kubernetes node on this machine, then remove the node
 	trap '$(MAKE) -C $(CURDIR) cluster-down' EXIT; cd integration/cluster && \
 		KUBECONFIG=$(CURDIR)/bin/cluster/node/kubeconfig E2E_ON_NODE='$(CURDIR)/bin/cluster/cluster exec -- sh -c' \
-			go test -count=1 -timeout 20m ./e2e && go test -count=1 $$(go list ./... | grep -v /e2e$$)
+			go test -count=1 -timeout 30m ./e2e && go test -count=1 $$(go list ./... | grep -v /e2e$$)
 
 bench-e2e: cluster-up ## * Measure pod starts and a full node on such a node against their budgets
 	trap '$(MAKE) -C $(CURDIR) cluster-down' EXIT; cd integration/cluster && \

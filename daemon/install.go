@@ -20,6 +20,7 @@ type entry struct {
 	Capabilities      map[string]bool `json:"capabilities"`
 	AgentSocket       string          `json:"agentSocket"`
 	StateDir          string          `json:"stateDir"`
+	DataDir           string          `json:"dataDir"`
 	IncludeNamespaces []string        `json:"includeNamespaces"`
 	ExcludeNamespaces []string        `json:"excludeNamespaces"`
 	OnDaemonDown      string          `json:"onDaemonDown"`
@@ -89,7 +90,7 @@ func (f *installFlags) installer(conf config.Config) (i install.Installer, parse
 	}
 	e := f.entry
 	e.Type, e.Capabilities = "sluice", map[string]bool{netconf.PodAnnotations: true}
-	e.AgentSocket, e.StateDir = conf.AgentSocket, conf.StateDir
+	e.AgentSocket, e.StateDir, e.DataDir = conf.AgentSocket, conf.StateDir, conf.DataDir
 	data, err := json.Marshal(e)
 	if err != nil {
 		return i, nil, err
@@ -109,8 +110,8 @@ func installCommand() *cobra.Command {
 		Use:   "install",
 		Short: "Install the plugin on this node, once",
 		Long: `install copies the plugin's binary into the CNI bin directory, and adds the plugin's entry to the network
-configuration that the container runtime uses, as the last plugin of the chain. The configuration of a single
-plugin (.conf or .json) is converted to a .conflist; uninstall restores it. Running install again is harmless.
+configuration that the container runtime uses, as the last plugin of the chain. Of the configuration of a single
+plugin (.conf or .json) it makes a .conflist beside it. Running install again is harmless.
 
 It needs root. The daemon does the same with the flag --install of "sluiced run", and again whenever another
 program changes these files.`,
@@ -150,8 +151,8 @@ func uninstallCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "uninstall",
 		Short: "Remove the plugin from this node",
-		Long: `uninstall removes sluice's entry from the network configuration, and restores a file that install
-converted. A running daemon does not install the plugin again until it is restarted.
+		Long: `uninstall removes sluice's entry from the network configuration, and a conflist that install made of
+another file. A running daemon does not install the plugin again until it is restarted.
 
 The plugin's binary stays while there are pods that it has attached, because the runtime needs it to remove
 them. Run uninstall again when these pods are gone. It needs root.`,

@@ -45,6 +45,7 @@ See the state of the proxy and of each pod:             sluiced status`,
 		SilenceErrors:     true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
-	root.AddCommand(runCommand(), installCommand(), uninstallCommand(), statusCommand(), waitCommand(), caCommand())
+	root.AddCommand(runCommand(), checkConfigCommand(), installCommand(), uninstallCommand(), statusCommand(),
+		waitCommand(), caCommand())
 	return root
 }

@@ -102,7 +102,14 @@ func newNode(kubeconfig string, conf config.Config, log *slog.Logger) (*kube.Nod
 	if err != nil {
 		return nil, fmt.Errorf("API server: %w", err)
 	}
-	return kube.New(client, name, conf.Upstream, log)
+	node, err := kube.New(client, name, conf, log)
+	if err != nil {
+		return nil, err
+	}
+	if set := os.Getenv("DAEMONSET"); set != "" {
+		node.FollowDaemonSet(config.Name{Namespace: os.Getenv("POD_NAMESPACE"), Name: set})
+	}
+	return node, nil
 }
 
 func newClient(kubeconfig string) (kubernetes.Interface, error) {

@@ -43,7 +43,7 @@ func TestDecisionsByTheAPIServer(t *testing.T) {
 		}}),
 		pod("meshed", corev1.PodSpec{Containers: sidecar}),
 	)
-	node, err := kube.New(client, "here", conf.Upstream, slog.New(slog.DiscardHandler))
+	node, err := kube.New(client, "here", conf, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -105,7 +105,7 @@ func (d daemon) run(ctx context.Context) error {
 		return err
 	}
 	if p.node == nil { // every pod is captured, and none may pass because of an older list
-		if err := attach.NewOptedInFile(d.conf.StateDir).Remove(); err != nil {
+		if err := attach.NewOptedInFile(d.conf.DataDir).Remove(); err != nil {
 			return err
 		}
 	}
@@ -116,7 +116,20 @@ func (d daemon) run(ctx context.Context) error {
 	d.log.Info("sluiced is up", "version", gitVersion, "agentSocket", d.conf.AgentSocket,
 		"upstream", d.conf.Upstream.String(), "protocol", string(d.conf.Upstream.Protocol))
 
+	// The parts run on after the signal, until it is decided whether the daemon leaves the node for good.
+	signalled, removed := ctx, false
+	ctx, end := context.WithCancel(context.WithoutCancel(ctx))
+	defer end()
 	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		defer end()
+		select {
+		case <-signalled.Done():
+			removed = d.leave(ctx, p)
+		case <-ctx.Done():
+		}
+		return nil
+	})
 	// Parts that serve other processes end when another daemon has taken over. The relay goes on.
 	serving, stopServing := context.WithCancel(ctx)
 	defer stopServing()
@@ -138,7 +151,10 @@ func (d daemon) run(ctx context.Context) error {
 	if p.node != nil {
 		group.Go(func() error { return p.node.Run(relaying) })
 		group.Go(func() error { return p.node.KeepTaint(serving, d.conf.TaintAfter, p.api.Summary) })
-		group.Go(func() error { return p.node.KeepOptedIn(serving, attach.NewOptedInFile(d.conf.StateDir)) })
+		if d.keeper != nil {
+			group.Go(func() error { return p.node.ReportContest(serving, d.keeper.Contest) })
+		}
+		group.Go(func() error { return p.node.KeepOptedIn(serving, attach.NewOptedInFile(d.conf.DataDir)) })
 	}
 	if d.keeper != nil {
 		group.Go(func() error { return d.keeper.Run(serving) })
@@ -163,6 +179,9 @@ func (d daemon) run(ctx context.Context) error {
 	})
 	if err := group.Wait(); !errors.Is(err, errEnded) {
 		return err
+	}
+	if removed {
+		return d.removeFiles(p.node.Runtime())
 	}
 	return nil
 }
@@ -206,7 +225,11 @@ func (d daemon) build() (p parts, err error) {
 		Upstream:     status, Table: table, ProxyReturn: proxyReturn, Log: d.log,
 	})
 	p.api = &api.API{
-		Agent: p.agent, Table: table, Upstream: status, Trust: p.trust.status, Runtime: p.trust.Asked, Ready: d.ready(p.node), Log: d.log,
+		Agent: p.agent, Table: table, Upstream: status, Trust: p.trust.status, Runtime: p.trust.Asked,
+		Ready: d.ready(p.node), Log: d.log,
+	}
+	if d.keeper != nil {
+		p.api.Keeper = d.keeper
 	}
 	return p, nil
 }

@@ -113,8 +113,8 @@ func printStatus(w io.Writer, s attach.Status) error {
 		fmt.Fprintf(w, "not ready: %s\n\n", s.NotReady)
 	}
 	if len(s.Attachments) == 0 {
-		_, err := fmt.Fprintln(w, "no attachments")
-		return err
+		fmt.Fprintln(w, "no attachments")
+		return printUncaptured(w, s.Uncaptured)
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprint(t, "POD\tATTACHMENT\tSTATE\tWAITING\tOPEN\tBYTES")
@@ -140,6 +140,16 @@ func printStatus(w io.Writer, s attach.Status) error {
 		}
 		for _, note := range a.Notes {
 			fmt.Fprintf(w, "\n%s: %s\n", a.Pod, note)
+		}
+	}
+	return printUncaptured(w, s.Uncaptured)
+}
+
+// printUncaptured writes a line for each pod that opted in and is not captured.
+func printUncaptured(w io.Writer, pods []attach.UncapturedPod) error {
+	for _, p := range pods {
+		if _, err := fmt.Fprintf(w, "\n%s: it opted in and is NOT CAPTURED: %s\n", p.Pod, p.Reason); err != nil {
+			return err
 		}
 	}
 	return nil

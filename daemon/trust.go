@@ -68,13 +68,16 @@ func newPodTrust(
 	}
 	var err error
 	t.Trust, err = trust.New(trust.Config{
-		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: filepath.Join(d.conf.StateDir, "trust"),
+		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: d.trustDir(),
 		Hook: d.plugin, Plugin: d.plugin, Proc: findProc(),
 		Wanted: t.wanted, Older: t.older, Served: d.served(), Running: running, Stopping: stopping,
 		Changed: t.noteChange, Log: d.log,
 	})
 	return t, err
 }
+
+// trustDir is the folder of package trust.
+func (d daemon) trustDir() string { return filepath.Join(d.conf.StateDir, "trust") }
 
 // served returns the UIDs of the pods whose connections a proxy may have gone on to serve while no daemon ran: it keeps
 // their listeners. Without such a proxy connections wait for the daemon.

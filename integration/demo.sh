@@ -124,7 +124,7 @@ NFT
       }
     },
     {
-      "type": "sluice", "agentSocket": "$dir/agent.sock", "stateDir": "$dir/state",
+      "type": "sluice", "agentSocket": "$dir/agent.sock", "stateDir": "$dir/state", "dataDir": "$dir/data",
       "capabilities": {"io.kubernetes.cri.pod-annotations": true}
     }
   ]
@@ -139,6 +139,7 @@ capture:
 trust: {caFile: $dir/ca.crt, nriSocket: $dir/none.sock}
 agentSocket: $dir/agent.sock
 stateDir: $dir/state
+dataDir: $dir/data
 CONFIG
 }
 

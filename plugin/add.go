@@ -165,8 +165,9 @@ func (a *addition) pass() {
 	}
 }
 
-// askDaemon gets the decision, and sets the record's state by it. If the daemon is down it is unknown whether
-// the pod opted in, so the pod is captured provisionally, unless onDaemonDown is fail.
+// askDaemon gets the decision, and sets the record's state by it. If the daemon is down it is unknown whether the pod
+// opted in, so the pod is captured provisionally, unless onDaemonDown is fail. After an uninstallation no daemon is
+// expected, and the pod passes.
 func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 	at := a.record.Attachment
 	d, err := a.daemon.Attach(ctx, at)
@@ -182,6 +183,10 @@ func (a *addition) askDaemon(ctx context.Context) (attach.Decision, error) {
 		return d, types.NewError(codeRefused, fmt.Sprintf("attaching %s: %s", at, refused), "")
 	case errors.As(err, &refused):
 		return d, types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", at, refused), "")
+	case attach.Uninstalled(a.conf.StateDir):
+		logf("attaching %s: sluice was uninstalled from this node, so the pod passes: %s", at, err)
+		a.record.State = attach.Passed
+		return attach.Decision{}, nil
 	case a.conf.OnDaemonDown == netconf.Fail:
 		return d, types.NewError(types.ErrTryAgainLater, fmt.Sprintf("attaching %s: %s", at, err),
 			"onDaemonDown is fail")
@@ -223,7 +228,7 @@ func (a *addition) holdReason() (reason string, limited bool) {
 	if a.previous != nil && a.previous.Ruleset.ExpiresAfter == 0 {
 		return "it is captured already", false
 	}
-	list, err := attach.NewOptedInFile(a.conf.StateDir).Read()
+	list, err := attach.NewOptedInFile(a.conf.DataDir).Read()
 	if err != nil {
 		return err.Error(), false
 	}

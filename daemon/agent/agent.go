@@ -50,6 +50,8 @@ type Agent struct {
 	watching     watching
 	verifier     verifier // of Run's goroutine
 	restored     atomic.Uint64
+	uncaptured   uncaptured
+	enrolled     atomic.Uint64
 	log          *slog.Logger
 
 	// Set by Start, before other goroutines use the agent.
@@ -80,7 +82,8 @@ type Config struct {
 func New(c Config) *Agent {
 	events := &events{orchestrator: c.Orchestrator, last: map[string]string{}}
 	return &Agent{
-		orchestrator: c.Orchestrator, events: events, settler: settler{c.Orchestrator, events, c.Store, c.Log},
+		orchestrator: c.Orchestrator, events: events,
+		settler:  settler{c.Orchestrator, events, c.Store, c.Log, &atomic.Bool{}},
 		upstream: c.Upstream, table: c.Table, store: c.Store, records: &recordWatch{store: c.Store},
 		returning: c.ProxyReturn, tenure: handover.NewTenure(), log: c.Log,
 		watch: watch.New(), verifier: verifier{restored: map[attach.NetnsID][]time.Time{}},

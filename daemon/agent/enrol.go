@@ -1,12 +1,16 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
+	"sync"
+	"time"
 
 	"github.com/sluice-cni/sluice/daemon/netns"
 	"github.com/sluice-cni/sluice/daemon/optin"
@@ -16,23 +20,119 @@ import (
 // netnsDir is where runtimes mount the network namespaces of pods.
 const netnsDir = "/run/netns"
 
-// enrol captures the running pods that opted in and were never attached: they ran before sluice was installed. It
-// reports why the others cannot be captured.
+// uncaptured are the running pods that opted in and are not captured, as of the last enrol.
+type uncaptured struct {
+	mu      sync.Mutex // guards the fields; no lock is taken under it
+	reasons map[attach.Pod]string
+	since   map[attach.Pod]time.Time
+}
+
+// set replaces all pods. It returns those that have been uncaptured for reconsiderInterval.
+func (u *uncaptured) set(reasons map[attach.Pod]string, now time.Time) (lasting []attach.Pod) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	since := map[attach.Pod]time.Time{}
+	for pod := range reasons {
+		since[pod] = now
+		if before, ok := u.since[pod]; ok {
+			since[pod] = before
+		}
+		if now.Sub(since[pod]) >= reconsiderInterval {
+			lasting = append(lasting, pod)
+		}
+	}
+	u.reasons, u.since = reasons, since
+	return lasting
+}
+
+// Uncaptured returns the running pods that opted in and are not captured, sorted by name. The orchestrator knows them,
+// whether the plugin was called for them or not. Pods of the upstream are not among them.
+func (a *Agent) Uncaptured() (all []attach.UncapturedPod) {
+	a.uncaptured.mu.Lock()
+	defer a.uncaptured.mu.Unlock()
+	for pod, reason := range a.uncaptured.reasons {
+		all = append(all, attach.UncapturedPod{Pod: pod.String(), Reason: reason})
+	}
+	slices.SortFunc(all, func(x, y attach.UncapturedPod) int { return strings.Compare(x.Pod, y.Pod) })
+	return all
+}
+
+// Enrolled is how many pods were captured that had started without the plugin.
+func (a *Agent) Enrolled() uint64 { return a.enrolled.Load() }
+
+// Reasons for which a running pod that opted in is not captured.
+const (
+	whyHostNetwork = "the pod uses the host's network, so its connections are the node's"
+	whyNoNetns     = "the pod started without the plugin, and no network namespace in " + netnsDir +
+		" has its addresses"
+)
+
+// enrol captures the running pods that opted in and were never attached: they ran before sluice was installed, or
+// another program had undone the installation when they started. It reports why the others cannot be captured.
 func (a *Agent) enrol(ctx context.Context) {
+	if a.settler.dissolving.Load() {
+		return
+	}
 	var missing []optin.Running
+	reasons := map[attach.Pod]string{}
+	attached := a.table.Pods()
 	for _, p := range a.orchestrator.Running() {
+		state, isAttached := attached[attach.Pod{Namespace: p.Pod.Namespace, Name: p.Pod.Name}]
 		switch {
 		case !optin.Wanted(p.Facts):
 		case p.HostNetwork:
-			a.events.report(p.Pod, true, reasonNotCaptured,
-				"the pod uses the host's network, so its connections are the node's")
+			reasons[p.Pod] = whyHostNetwork
+			a.events.report(p.Pod, true, reasonNotCaptured, whyHostNetwork)
 		case p.Facts.Upstream:
 			a.events.report(p.Pod, true, reasonNotCaptured,
 				"the pod runs the upstream: its connections would come back to it")
-		case !a.table.HasPod(p.Pod):
+		case !isAttached:
+			reasons[p.Pod] = whyNoNetns // unless it is found
 			missing = append(missing, p)
+		case state.State == attach.Passed:
+			reasons[p.Pod] = cmp.Or(state.Trouble, "its capture has not begun")
+		case p.RuntimeClass != "":
+			if why := a.passedBy(p, state.Netns); why != "" {
+				reasons[p.Pod] = why
+				a.events.report(p.Pod, true, reasonNotCaptured, why)
+			}
 		}
 	}
+	a.enrolAll(ctx, missing, reasons)
+	for _, pod := range a.uncaptured.set(reasons, time.Now()) {
+		if reasons[pod] == whyNoNetns { // a pod that ends has no netns for a moment
+			a.events.report(pod, true, reasonNotCaptured, whyNoNetns)
+		}
+	}
+}
+
+// passedBy says why the connections of a pod with a RuntimeClass do not pass the rules in its netns, or nothing if they
+// do. Only the runtime knows: it makes the sandbox after the plugin has run, and the name of the class says nothing.
+func (a *Agent) passedBy(p optin.Running, id attach.NetnsID) (why string) {
+	e := a.table.Get(id)
+	if e == nil {
+		return ""
+	}
+	records := e.Records()
+	if len(records) == 0 {
+		return ""
+	}
+	sign, err := netns.OtherStack(records[0].Netns, p.IPs)
+	if err != nil { // such as of a pod that ends
+		a.log.Debug("the netns of a pod with a RuntimeClass cannot be read", "pod", p.Pod.String(), "err", err)
+		return ""
+	}
+	e.SetBypassed(sign != "")
+	if sign == "" {
+		return ""
+	}
+	return fmt.Sprintf("the runtime of its RuntimeClass %s has a network stack of its own (%s), so its connections do "+
+		"not pass the rules: those of Kata Containers with its default network model go around the proxy, and the "+
+		"wall stops all others", p.RuntimeClass, sign)
+}
+
+// enrolAll enrols the missing pods, and leaves in reasons those that are not captured then.
+func (a *Agent) enrolAll(ctx context.Context, missing []optin.Running, reasons map[attach.Pod]string) {
 	if len(missing) == 0 {
 		return
 	}
@@ -43,11 +143,13 @@ func (a *Agent) enrol(ctx context.Context) {
 	for _, at := range found {
 		err := a.enrolOne(ctx, at)
 		if err == nil {
+			delete(reasons, at.Pod)
 			continue
 		}
 		if !errors.Is(err, attach.ErrNodeNetns) { // that stays as it is; the event is made once
 			a.log.Error("running pod cannot be captured yet; trying again", "pod", at.Pod.String(), "err", err)
 		}
+		reasons[at.Pod] = err.Error()
 		a.events.report(at.Pod, true, reasonNotCaptured, err.Error())
 	}
 }
@@ -70,7 +172,11 @@ func (a *Agent) enrolOne(ctx context.Context, at attach.Attachment) error {
 		return err
 	}
 	e.Add(r)
-	return a.settler.settle(ctx, e, r)
+	if err := a.settler.settle(ctx, e, r); err != nil {
+		return err
+	}
+	a.enrolled.Add(1)
+	return nil
 }
 
 // findNetns finds the netns of pods by their addresses.

@@ -72,6 +72,9 @@ func TestRunningPodIsEnrolledAndReleased(t *testing.T) {
 
 	o.set(capture, running)
 	a.Reconsider(t.Context())
+	if got, missing := a.Enrolled(), a.Uncaptured(); got != 1 || len(missing) > 0 {
+		t.Errorf("labelled: got %d enrolled, and %+v uncaptured; want 1 and none", got, missing)
+	}
 	id := attach.ID{ContainerID: pod.UID, IfName: "eth0"}
 	if s, ok := a.statusOf(id); !ok || s.State != attach.Captured || s.Pod != "ci/old-0" {
 		t.Fatalf("labelled: got %+v, want the pod captured", s)
@@ -257,6 +260,43 @@ func TestPodsThatCannotBeCapturedGetAnEvent(t *testing.T) {
 	}
 }
 
+// TestUncapturedPods: each pod that opted in and is not captured is listed with the reason, and no other.
+func TestUncapturedPods(t *testing.T) {
+	t.Parallel()
+	o := newOrchestrator()
+	opted := optin.Facts{Labels: map[string]string{optin.Label: "true"}}
+	named := func(name string) attach.Pod { return attach.Pod{Namespace: "ci", Name: name} }
+	o.set(capture,
+		optin.Running{Pod: named("host"), HostNetwork: true, Facts: opted},
+		optin.Running{Pod: named("hidden"), IPs: []netip.Addr{netip.MustParseAddr("203.0.113.7")}, Facts: opted},
+		optin.Running{Pod: named("proxy"), Facts: optin.Facts{Labels: opted.Labels, Upstream: true}},
+		optin.Running{Pod: named("plain")},
+	)
+	a := newAgentFor(t, o)
+	a.Reconsider(t.Context())
+	want := []attach.UncapturedPod{
+		{Pod: "ci/hidden", Reason: "the pod started without the plugin, and no network namespace in /run/netns has " +
+			"its addresses"},
+		{Pod: "ci/host", Reason: "the pod uses the host's network, so its connections are the node's"},
+	}
+	if diff := cmp.Diff(want, a.Uncaptured()); diff != "" {
+		t.Errorf("uncaptured (-want +got):\n%s", diff)
+	}
+	if slices.ContainsFunc(o.events, func(e string) bool { return strings.HasPrefix(e, "ci/hidden") }) {
+		t.Errorf("got events %q; want none about a pod that may be about to end", o.events)
+	}
+	a.uncaptured.since[named("hidden")] = time.Now().Add(-reconsiderInterval)
+	a.Reconsider(t.Context())
+	if event := "ci/hidden true SluiceNotCaptured: " + want[0].Reason; !slices.Contains(o.events, event) {
+		t.Errorf("got events %q, want %q", o.events, event)
+	}
+	o.set(capture)
+	a.Reconsider(t.Context())
+	if got := a.Uncaptured(); len(got) > 0 || a.Enrolled() > 0 {
+		t.Errorf("the pods are gone: got %+v uncaptured, and %d enrolled; want none", got, a.Enrolled())
+	}
+}
+
 // TestRunningPodThatListensAtTheCapturePort is not captured, and its event says what to do.
 func TestRunningPodThatListensAtTheCapturePort(t *testing.T) {
 	t.Parallel()
@@ -280,6 +320,11 @@ func TestRunningPodThatListensAtTheCapturePort(t *testing.T) {
 		t.Errorf("got events %q, want one that says %q", o.events, want)
 	}
 	s, ok := a.statusOf(attach.ID{ContainerID: pod.UID, IfName: "eth0"})
+	missing := a.Uncaptured()
+	if len(missing) != 1 || missing[0].Pod != "ci/busy-0" || !strings.Contains(missing[0].Reason, want) ||
+		a.Enrolled() != 0 {
+		t.Errorf("got %+v uncaptured, and %d enrolled; want the pod, with %q", missing, a.Enrolled(), want)
+	}
 	if !ok || s.State != attach.Passed || len(s.Notes) != 1 || !strings.Contains(s.Notes[0], want) {
 		t.Errorf("got %+v, want the pod not captured, with a note that says %q", s, want)
 	}

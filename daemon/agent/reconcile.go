@@ -183,10 +183,7 @@ func (a *Agent) closeUnused(ctx context.Context) {
 	for _, e := range a.table.All() {
 		e := a.table.Enter(e.ID)
 		if e.Unused() {
-			for _, r := range e.Records() {
-				a.recordTrouble(r, a.settler.removeRules(ctx, e, r))
-			}
-			e.Shut()
+			a.free(ctx, e)
 		} else if err := e.Narrow(); err != nil {
 			a.log.Error("inbound listeners cannot be closed yet", "netnsID", e.ID.String(), "err", err)
 		}

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"sync/atomic"
 
 	"github.com/sluice-cni/sluice/daemon/conntrack"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
@@ -24,12 +25,16 @@ type settler struct {
 	events       *events
 	store        attach.Store
 	log          *slog.Logger
+	dissolving   *atomic.Bool // no attachment is captured any more
 }
 
 // decision asks the orchestrator about an attachment in e. live allows it to take the time to ask the API server.
 func (s *settler) decision(ctx context.Context, e *endpoint.Endpoint, at attach.Attachment, live bool) (
 	attach.Decision, error,
 ) {
+	if s.dissolving.Load() {
+		return dissolved, nil
+	}
 	var interfaces []string
 	interfaces, at.IPs = e.Neighbours(at)
 	d, err := s.orchestrator.Decision(ctx, at, interfaces, live)

@@ -30,7 +30,17 @@ type API struct {
 	Runtime func() (asks, needed bool)
 	// Ready says why the daemon is not ready to serve. It may be nil.
 	Ready func() error
-	Log   *slog.Logger
+	// Keeper keeps the plugin installed. It is nil in a daemon that does not.
+	Keeper Keeper
+	Log    *slog.Logger
+}
+
+// Keeper tells whether the plugin's installation stands.
+type Keeper interface {
+	// Contest returns the contest with another program that keeps undoing it; it is zero if there is none.
+	Contest() attach.Contest
+	// Undone is how many times another program had undone it.
+	Undone() uint64
 }
 
 // Serve answers on l until ctx ends.
@@ -64,7 +74,7 @@ func (a *API) handler() http.Handler {
 	})
 	mux.HandleFunc("GET "+attach.PathStatus, func(w http.ResponseWriter, _ *http.Request) {
 		s := a.Summary()
-		s.Attachments = a.attachments()
+		s.Attachments, s.Uncaptured = a.attachments(), a.Agent.Uncaptured()
 		answer(w, s, nil)
 	})
 	mux.HandleFunc("POST "+handover.Path, a.handOver)
@@ -112,6 +122,9 @@ func (a *API) Summary() attach.Status {
 		if err := a.Ready(); err != nil {
 			s.NotReady = err.Error()
 		}
+	}
+	if a.Keeper != nil {
+		s.Contested = a.Keeper.Contest()
 	}
 	return s
 }

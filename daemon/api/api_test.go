@@ -315,7 +315,7 @@ func TestMetrics(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	a := newAPI(t, capture)
-	a.Upstream = threeProxies{}
+	a.Upstream, a.Keeper = threeProxies{}, contestedKeeper{}
 	a.Trust = func(s *attach.AttachmentStatus) {
 		s.Containers = []attach.ContainerTrust{{Name: "app", Trust: "trusted"}, {Name: "helper", Trust: "unknown"}}
 	}
@@ -343,12 +343,14 @@ func TestMetrics(t *testing.T) {
 			for _, l := range m.GetLabel() {
 				name += " " + l.GetName() + "=" + l.GetValue()
 			}
-			got[name] = m.GetGauge().GetValue()
+			got[name] = m.GetGauge().GetValue() + m.GetCounter().GetValue()
 		}
 	}
 	want := map[string]float64{
 		"sluice_upstream_ready": 1, "sluice_attachments state=captured": 2,
 		"sluice_expired_connections_total": 0, "sluice_direct_connections_total": 0, "sluice_rules_restored_total": 0,
+		"sluice_plugin_contested": 1, "sluice_plugin_undone_total": 7,
+		"sluice_uncaptured_pods": 0, "sluice_enrolled_pods_total": 0,
 		"sluice_stopped_packets_total cause=nested": 0, "sluice_stopped_packets_total cause=packet": 0,
 		"sluice_stopped_packets_total cause=pod": 0, "sluice_stopped_packets_total cause=quic": 0,
 		"sluice_stopped_packets_total cause=other": 0,
@@ -361,6 +363,29 @@ func TestMetrics(t *testing.T) {
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("metrics (-want +got):\n%s", diff)
+	}
+}
+
+// contestedKeeper is a keeper whose installation another program has undone seven times.
+type contestedKeeper struct{}
+
+// Contest implements Keeper.
+func (contestedKeeper) Contest() attach.Contest {
+	return attach.Contest{Since: time.Unix(1000, 0), Reason: "Cilium"}
+}
+
+// Undone implements Keeper.
+func (contestedKeeper) Undone() uint64 { return 7 }
+
+// TestStatusSaysThatTheInstallationIsContested also without the attachments, as the readiness probe asks.
+func TestStatusSaysThatTheInstallationIsContested(t *testing.T) {
+	t.Parallel()
+	a := newAPI(t, capture)
+	a.Keeper = contestedKeeper{}
+	s, err := serve(t, a).Summary(t.Context())
+	if want := (contestedKeeper{}).Contest(); err != nil || !s.Contested.Since.Equal(want.Since) ||
+		s.Contested.Reason != want.Reason {
+		t.Errorf("got the contest %+v, %v; want %+v", s.Contested, err, want)
 	}
 }
 

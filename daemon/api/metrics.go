@@ -45,6 +45,14 @@ var (
 		"cause")
 	restoredRules = describe("sluice_rules_restored_total",
 		"How many times the rules of a pod were not as installed and were restored.")
+	pluginContested = describe("sluice_plugin_contested",
+		"1 while another program keeps undoing the installation of the plugin, 0 while none does.")
+	pluginUndone = describe("sluice_plugin_undone_total",
+		"How many times another program had undone the installation of the plugin.")
+	uncapturedPods = describe("sluice_uncaptured_pods",
+		"Running pods that opted in and are not captured.")
+	enrolledPods = describe("sluice_enrolled_pods_total",
+		"Pods that were captured while they ran, because they had started without the plugin.")
 	podWaitingConnections = describe("sluice_pod_waiting_connections",
 		"Captured connections of one pod that wait for the upstream.", "pod")
 	containers = describe("sluice_containers",
@@ -63,7 +71,8 @@ var (
 func (Metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		upstreamReady, attachments, waitingConnections, openConnections, expiredConnections, directConnections,
-		stoppedPackets, restoredRules, podWaitingConnections, containers, runtimeConnected, proxies, proxyPods,
+		stoppedPackets, restoredRules, pluginContested, pluginUndone, uncapturedPods, enrolledPods,
+		podWaitingConnections, containers, runtimeConnected, proxies, proxyPods,
 	} {
 		ch <- d
 	}
@@ -106,6 +115,16 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 		send(stoppedPackets, prometheus.CounterValue, float64(stopped[cause]), string(cause))
 	}
 	send(restoredRules, prometheus.CounterValue, float64(m.API.Agent.Restored()))
+	send(uncapturedPods, prometheus.GaugeValue, float64(len(m.API.Agent.Uncaptured())))
+	send(enrolledPods, prometheus.CounterValue, float64(m.API.Agent.Enrolled()))
+	if k := m.API.Keeper; k != nil {
+		contested := 0
+		if (k.Contest() != attach.Contest{}) {
+			contested = 1
+		}
+		send(pluginContested, prometheus.GaugeValue, float64(contested))
+		send(pluginUndone, prometheus.CounterValue, float64(k.Undone()))
+	}
 }
 
 // sums are the gauges' values.

@@ -46,6 +46,8 @@ type Config struct {
 	ProxySocket string
 	// StateDir is the directory of the attachment records.
 	StateDir string
+	// DataDir is the directory of the files that outlive the boot.
+	DataDir string
 	// MetricsAddress is the host:port at which Prometheus scrapes /metrics; empty: metrics are not served.
 	MetricsAddress string
 }
@@ -120,6 +122,11 @@ type Capture struct {
 	Other string
 	// Ports are the ports in pods to which connections are redirected.
 	Ports ruleset.Ports
+	// Namespaces selects namespaces for capture.
+	Namespaces Namespaces
+	// Annotations has the values that pods may ask for, by the name of the annotation without the prefix; nil: all. Of
+	// an annotation that it does not have, no value is allowed.
+	Annotations map[string][]Allowance
 }
 
 // Source is the value of capture.source: it selects the orchestrator that decides which attachments are captured.
@@ -133,7 +140,8 @@ const (
 	Kubernetes Source = "kubernetes"
 )
 
-// Load reads the file at path. Errors name the file, and for an invalid value its key too.
+// Load reads the file at path. Errors name the file, and for an invalid value its key too. There may be several, joined
+// by errors.Join.
 func Load(path string) (Config, error) {
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -141,13 +149,26 @@ func Load(path string) (Config, error) {
 	}
 	c, err := Parse(data, os.LookupEnv)
 	if err != nil {
-		return Config{}, fmt.Errorf("%s: %w", path, err)
+		return Config{}, prefix(path, err)
 	}
 	return c, nil
 }
 
+// prefix puts the path of the file before each of the joined errors.
+func prefix(path string, err error) error {
+	joined, ok := err.(interface{ Unwrap() []error })
+	if !ok {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	var all []error
+	for _, err := range joined.Unwrap() {
+		all = append(all, prefix(path, err))
+	}
+	return errors.Join(all...)
+}
+
 // Parse reads a configuration in YAML. lookupEnv resolves the environment variables in upstream.address. An error names
-// the invalid key and its value.
+// the invalid key and its value; several are joined. Whether keys go together is checked when each of them is valid.
 func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	c := Config{
 		Upstream: Upstream{Protocol: Connect},
@@ -160,6 +181,7 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 		NRISocket:      "/var/run/nri/nri.sock",
 		AgentSocket:    attach.DefaultSocket,
 		StateDir:       attach.DefaultStateDir,
+		DataDir:        attach.DefaultDataDir,
 		MetricsAddress: "127.0.0.1:15090",
 	}
 	js, err := yaml.YAMLToJSONStrict(data)
@@ -179,8 +201,9 @@ func Parse(data []byte, lookupEnv func(string) (string, bool)) (Config, error) {
 	return c, nil
 }
 
-// validate reports the first required key that is missing, or the first keys that exclude each other.
+// validate reports the required keys that are missing, and the keys that exclude each other.
 func (c *Config) validate() error {
+	var errs []error
 	u := c.Upstream
 	sockets := u.Protocol == Sockets
 	pods, service := u.Pods.Namespace != "" || u.Pods.Labels != nil, u.Service != Name{}
@@ -225,16 +248,20 @@ func (c *Config) validate() error {
 				c.Capture.Source, Kubernetes),
 		},
 		{
+			len(c.Capture.Namespaces.Selected)+len(c.Capture.Namespaces.Enforced) > 0 && c.Capture.Source != Kubernetes,
+			fmt.Sprintf("capture.namespaces: needs capture.source %q, not %q", Kubernetes, c.Capture.Source),
+		},
+		{
 			c.TaintAfter != 0 && c.Capture.Source != Kubernetes,
 			fmt.Sprintf("late.taintAfter: %s: needs capture.source %q, not %q",
 				c.TaintAfter, Kubernetes, c.Capture.Source),
 		},
 	} {
 		if rule.broken {
-			return errors.New(rule.message)
+			errs = append(errs, errors.New(rule.message))
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // setter parses the value of one key and stores it in the configuration.
@@ -247,7 +274,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		"upstream.address":                 text(&c.Upstream.Address, address),
 		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5, Sockets})),
 		"upstream.podSelector.namespace":   text(&c.Upstream.Pods.Namespace, named),
-		"upstream.podSelector.matchLabels": labels(&c.Upstream.Pods),
+		"upstream.podSelector.matchLabels": matchLabels(&c.Upstream.Pods),
 		"upstream.service.namespace":       text(&c.Upstream.Service.Namespace, named),
 		"upstream.service.name":            text(&c.Upstream.Service.Name, named),
 		"upstream.port":                    text(&c.Upstream.Port, port),
@@ -256,25 +283,26 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		"capture.includePorts":             list(&c.Capture.IncludePorts, ruleset.ParsePortRange),
 		"capture.excludePorts":             list(&c.Capture.ExcludePorts, ruleset.ParsePortRange),
 		"capture.excludeCIDRs":             list(&c.Capture.ExcludeCIDRs, ruleset.ParseCIDR),
-		"capture.quic": text(&c.Capture.RejectQUIC, func(s string) (bool, error) {
-			_, err := oneOf([]string{"reject", "allow"})(s)
-			return s == "reject", err
-		}),
-		"capture.other":          text(&c.Capture.Other, oneOf(ruleset.Others)),
-		"capture.ports.outbound": text(&c.Capture.Ports.Outbound, port),
-		"capture.ports.inbound":  text(&c.Capture.Ports.Inbound, port),
-		"trust.ca":               text(&c.Trust.CA, TrustCA),
-		"trust.tls":              text(&c.Trust.TLS, TLSPolicy),
-		"trust.nested":           text(&c.Trust.Nested, TLSPolicy),
-		"trust.caFile":           text(&c.CAFile, absolute),
-		"trust.nriSocket":        text(&c.NRISocket, absolute),
-		"late.policy":            text(&c.Late.Policy, LatePolicy),
-		"late.timeout":           text(&c.Late.Timeout, Timeout),
-		"late.taintAfter":        text(&c.TaintAfter, Timeout),
-		"agentSocket":            text(&c.AgentSocket, absolute),
-		"proxySocket":            text(&c.ProxySocket, absolute),
-		"stateDir":               text(&c.StateDir, absolute),
-		"metricsAddress":         text(&c.MetricsAddress, optional(hostPort)),
+		"capture.quic":                     text(&c.Capture.RejectQUIC, rejectQUIC),
+		"capture.other":                    text(&c.Capture.Other, oneOf(ruleset.Others)),
+		"capture.ports.outbound":           text(&c.Capture.Ports.Outbound, port),
+		"capture.ports.inbound":            text(&c.Capture.Ports.Inbound, port),
+		"capture.namespaces.selected":      selectors(&c.Capture.Namespaces.Selected),
+		"capture.namespaces.enforced":      selectors(&c.Capture.Namespaces.Enforced),
+		"capture.annotations":              annotations(&c.Capture),
+		"trust.ca":                         text(&c.Trust.CA, TrustCA),
+		"trust.tls":                        text(&c.Trust.TLS, TLSPolicy),
+		"trust.nested":                     text(&c.Trust.Nested, TLSPolicy),
+		"trust.caFile":                     text(&c.CAFile, absolute),
+		"trust.nriSocket":                  text(&c.NRISocket, absolute),
+		"late.policy":                      text(&c.Late.Policy, LatePolicy),
+		"late.timeout":                     text(&c.Late.Timeout, Timeout),
+		"late.taintAfter":                  text(&c.TaintAfter, Timeout),
+		"agentSocket":                      text(&c.AgentSocket, absolute),
+		"proxySocket":                      text(&c.ProxySocket, absolute),
+		"stateDir":                         text(&c.StateDir, absolute),
+		"dataDir":                          text(&c.DataDir, absolute),
+		"metricsAddress":                   text(&c.MetricsAddress, optional(hostPort)),
 	}
 }
 
@@ -293,17 +321,17 @@ func walk(path string, value json.RawMessage, keys map[string]setter) error {
 		}
 		return fmt.Errorf("%s: %.100s is not a mapping of keys", path, value)
 	}
+	var errs []error
 	for _, name := range slices.Sorted(maps.Keys(object)) {
 		key := strings.TrimPrefix(path+"."+name, ".")
 		if strings.Contains(name, ".") || !isPrefix(key, keys) {
-			return fmt.Errorf("%s: unknown key, with value %.100s; the known keys here are %s",
-				key, object[name], strings.Join(knownKeys(path, keys), ", "))
+			errs = append(errs, fmt.Errorf("%s: unknown key, with value %.100s; the known keys here are %s",
+				key, object[name], strings.Join(knownKeys(path, keys), ", ")))
+			continue
 		}
-		if err := walk(key, object[name], keys); err != nil {
-			return err
-		}
+		errs = append(errs, walk(key, object[name], keys))
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // isPrefix tells whether key is one of keys, or a mapping that contains one.
@@ -367,6 +395,12 @@ func scalar(raw json.RawMessage) string {
 		return string(raw)
 	}
 	return s
+}
+
+// rejectQUIC parses whether QUIC is rejected: reject or allow.
+func rejectQUIC(s string) (bool, error) {
+	_, err := oneOf([]string{"reject", "allow"})(s)
+	return s == "reject", err
 }
 
 // LatePolicy parses the policy for new connections while the upstream is late: queue, hold or direct.
@@ -445,8 +479,8 @@ func named(s string) (string, error) {
 	return s, nil
 }
 
-// labels returns the setter of a selector's labels.
-func labels(of *Selector) setter {
+// matchLabels returns the setter of a selector's labels.
+func matchLabels(of *Selector) setter {
 	return func(raw json.RawMessage) error {
 		var values map[string]json.RawMessage
 		if err := json.Unmarshal(raw, &values); err != nil || values == nil {

@@ -12,12 +12,28 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"k8s.io/apimachinery/pkg/labels"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-var comparePrefixes = cmpopts.EquateComparable(netip.Prefix{})
+var (
+	comparePrefixes  = cmpopts.EquateComparable(netip.Prefix{})
+	compareSelectors = cmp.Comparer(func(x, y labels.Selector) bool { return x.String() == y.String() })
+)
+
+// parseSelectors parses selectors in the syntax of kubectl; the empty one selects everything.
+func parseSelectors(texts ...string) (all []labels.Selector) {
+	for _, text := range texts {
+		s, err := labels.Parse(text)
+		if err != nil {
+			panic(err)
+		}
+		all = append(all, s)
+	}
+	return all
+}
 
 // minimal is the shortest valid configuration.
 const minimal = "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all}\n"
@@ -46,6 +62,7 @@ func defaults() Config {
 		AgentSocket:    "/run/sluice/agent.sock",
 		ProxySocket:    "/run/sluice/proxy.sock",
 		StateDir:       "/run/sluice",
+		DataDir:        "/var/lib/sluice",
 		MetricsAddress: "127.0.0.1:15090",
 	}
 }
@@ -84,6 +101,7 @@ late:
 agentSocket: /s/../a.sock
 proxySocket: /p.sock
 stateDir: /d/
+dataDir: /data
 metricsAddress: "[::1]:9090"
 `, func(c *Config) {
 			c.Upstream = Upstream{Address: "proxy.example:3128", Protocol: SOCKS5}
@@ -104,6 +122,7 @@ metricsAddress: "[::1]:9090"
 			c.CAFile, c.NRISocket = "/ca.pem", "/nri.sock"
 			c.Late = attach.Late{Policy: attach.Hold, Timeout: 90 * time.Second}
 			c.AgentSocket, c.ProxySocket, c.StateDir, c.MetricsAddress = "/a.sock", "/p.sock", "/d", "[::1]:9090"
+			c.DataDir = "/data"
 		}},
 		{"the upstream by pod labels", `
 upstream:
@@ -144,6 +163,41 @@ capture: {source: kubernetes}
 late: {taintAfter: 5m}
 `, func(c *Config) { c.Capture.Source, c.TaintAfter = Kubernetes, 5*time.Minute }},
 		{"no CA, in quotes", minimal + "trust: {ca: 'off'}\n", func(c *Config) { c.Trust.CA = false }},
+		{
+			"namespaces and annotations", `
+upstream: {address: '127.0.0.1:18080'}
+capture:
+  source: kubernetes
+  namespaces:
+    selected: [{matchLabels: {team: ci}}, {matchExpressions: [{key: tier, operator: NotIn, values: [system]}]}]
+    enforced: [{}]
+  annotations:
+    exclude-outbound-ports: [5432, 8000-8999]
+    exclude-outbound-cidrs: [10.0.0.0/8]
+    when-late: [hold]
+    late-timeout: any
+    ca: [off]
+    quic: []
+`, func(c *Config) {
+				c.Capture.Source = Kubernetes
+				c.Capture.Namespaces = Namespaces{
+					Selected: parseSelectors("team=ci", "tier notin (system)"), Enforced: parseSelectors(""),
+				}
+				c.Capture.Annotations = map[string][]Allowance{
+					"exclude-outbound-ports": {
+						{Ports: ruleset.PortRange{First: 5432, Last: 5432}},
+						{Ports: ruleset.PortRange{First: 8000, Last: 8999}},
+					},
+					"exclude-outbound-cidrs": {{CIDR: netip.MustParsePrefix("10.0.0.0/8")}},
+					"when-late":              {{Text: "hold"}}, "late-timeout": {{Any: true}}, "ca": {{Text: "off"}},
+					"quic": nil,
+				}
+			},
+		},
+		{
+			"no annotations", "upstream: {address: '127.0.0.1:18080'}\ncapture: {source: all, annotations: {}}\n",
+			func(c *Config) { c.Capture.Annotations = map[string][]Allowance{} },
+		},
 		{"the node is never tainted again", minimal + "late: {taintAfter: 0s}\n", func(*Config) {}},
 		{
 			"one of the capture ports",
@@ -166,7 +220,7 @@ late: {taintAfter: 5m}
 			t.Errorf("%s: %v", tc.name, err)
 			continue
 		}
-		if diff := cmp.Diff(want, got, comparePrefixes); diff != "" {
+		if diff := cmp.Diff(want, got, comparePrefixes, compareSelectors); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", tc.name, diff)
 		}
 	}
@@ -207,7 +261,7 @@ func TestParseErrors(t *testing.T) {
 		{upstream + "capture: all\n", `capture: "all" is not a mapping of keys`},
 		{
 			minimal + "metrics: x\n", `metrics: unknown key, with value "x"; the known keys here are ` +
-				`agentSocket, capture, late, metricsAddress, proxySocket, stateDir, trust, upstream`,
+				`agentSocket, capture, dataDir, late, metricsAddress, proxySocket, stateDir, trust, upstream`,
 		},
 		{
 			minimal + "late: {polcy: queue}\n",
@@ -299,6 +353,51 @@ func TestParseErrors(t *testing.T) {
 			upstream + "capture: {source: all, ports: {outboud: 1}}\n",
 			"capture.ports.outboud: unknown key, with value 1; the known keys here are inbound, outbound",
 		},
+		{
+			upstream + "capture: {source: all, namespaces: {selected: [{matchLabels: {a: b}}]}}\n",
+			`capture.namespaces: needs capture.source "kubernetes", not "all"`,
+		},
+		{
+			upstream + "capture: {source: kubernetes, namespaces: {selected: {a: b}}}\n",
+			`capture.namespaces.selected: {"a":"b"} is not a list`,
+		},
+		{
+			upstream + "capture: {source: kubernetes, namespaces: {enforced: [{matchLabel: {a: b}}]}}\n",
+			`capture.namespaces.enforced: {"matchLabel":{"a":"b"}} is not a label selector: `,
+		},
+		{
+			upstream + "capture: {source: kubernetes, namespaces: {enforced: [null]}}\n",
+			`capture.namespaces.enforced: null is not a label selector`,
+		},
+		{
+			upstream + "capture: {source: kubernetes, namespaces: {enforced: [{matchLabels: {a: 'b c'}}]}}\n",
+			`capture.namespaces.enforced: {"matchLabels":{"a":"b c"}} is not a label selector: `,
+		},
+		{
+			upstream + "capture: {source: kubernetes, namespaces: {enforced: " +
+				"[{matchExpressions: [{key: a, operator: Is, values: [b]}]}]}}\n",
+			`is not a label selector: "Is" is not a valid label selector operator`,
+		},
+		{
+			upstream + "capture: {source: all, annotations: none}\n",
+			`capture.annotations: "none" is neither any nor a mapping of annotations`,
+		},
+		{
+			upstream + "capture: {source: all, annotations: {exclude-ports: any}}\n",
+			`capture.annotations: exclude-ports: unknown; the known ones are ca, capture-inbound-ports, `,
+		},
+		{
+			upstream + "capture: {source: all, annotations: {quic: [maybe]}}\n",
+			`capture.annotations: quic: "maybe" is not one of [reject allow]`,
+		},
+		{
+			upstream + "capture: {source: all, annotations: {exclude-outbound-cidrs: [10.1.2.3/8]}}\n",
+			`capture.annotations: exclude-outbound-cidrs: "10.1.2.3/8" has host bits set`,
+		},
+		{
+			upstream + "capture: {source: all, annotations: {late-timeout: 5m}}\n",
+			`capture.annotations: late-timeout: "5m" is not a list`,
+		},
 
 		{
 			"upstream: {protocol: sockets, probeInterval: 5s}\n" + source,
@@ -321,6 +420,7 @@ func TestParseErrors(t *testing.T) {
 		{minimal + "late: {taintAfter: 5m}\n", `late.taintAfter: 5m0s: needs capture.source "kubernetes", not "all"`},
 		{minimal + "agentSocket: agent.sock\n", `agentSocket: "agent.sock" is not an absolute path`},
 		{minimal + "stateDir: ''\n", `stateDir: "" is not an absolute path`},
+		{minimal + "dataDir: data\n", `dataDir: "data" is not an absolute path`},
 		{minimal + "metricsAddress: 9090\n", `metricsAddress: "9090" is not host:port`},
 	} {
 		_, err := Parse([]byte(tc.yaml), environment)

@@ -76,6 +76,7 @@ type Endpoint struct {
 	trouble     string      // why the endpoint is not as its records say
 	policy      attach.Late // for connections that wait for the upstream
 	stopped     map[ruleset.Cause]uint64
+	bypassed    bool // the pod has a network stack of its own
 }
 
 // Records returns the records of the attachments.
@@ -175,6 +176,13 @@ func (e *Endpoint) SetStopped(counts map[ruleset.Cause]uint64) {
 	e.stopped = counts
 }
 
+// SetBypassed records whether the pod has a network stack of its own, so that its connections do not pass the rules.
+func (e *Endpoint) SetBypassed(bypassed bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.bypassed = bypassed
+}
+
 // SetTrouble records why the endpoint is not as its records say; nil for no reason. It reports whether that is news.
 func (e *Endpoint) SetTrouble(err error) (news bool) {
 	text := ""
@@ -200,6 +208,9 @@ func (e *Endpoint) lacksGate() bool {
 	captured := func(r attach.Record) bool { return r.State == attach.Captured }
 	return e.service.current() == nil && slices.ContainsFunc(e.Records(), captured)
 }
+
+// IsFree reports whether there is neither a rule nor a gate.
+func (e *Endpoint) IsFree() bool { return e.Installed() == nil && e.service.current() == nil }
 
 // Unused reports whether rules or a gate of a capture that has ended remain, and no connection uses them.
 func (e *Endpoint) Unused() bool {

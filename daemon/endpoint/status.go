@@ -21,6 +21,7 @@ type Snapshot struct {
 	policy   attach.Late
 	trouble  string
 	stopped  map[ruleset.Cause]uint64
+	bypassed bool
 	gate     *gate.Gate
 	acceptor Acceptor
 	accepted *late.Accepted
@@ -41,7 +42,7 @@ func (t *Table) Snapshots() []Snapshot {
 func (e *Endpoint) snapshot(r attach.Record) Snapshot {
 	e.mu.Lock()
 	snapshot := Snapshot{
-		record: r, policy: e.policy, trouble: e.trouble, stopped: e.stopped,
+		record: r, policy: e.policy, trouble: e.trouble, stopped: e.stopped, bypassed: e.bypassed,
 		accepted: &e.service.accepted, over: &e.service.over,
 	}
 	e.mu.Unlock()
@@ -94,6 +95,9 @@ func (s Snapshot) Status() attach.AttachmentStatus {
 	if r.State == attach.Captured && s.policy.Policy == attach.Direct && s.policy.Timeout > 0 {
 		a.Notes = append(a.Notes, fmt.Sprintf(
 			"direct: connections go around the upstream when it is late by more than %s", s.policy.Timeout))
+	}
+	if s.bypassed && r.State == attach.Captured {
+		a.State = attach.Passed // the rules are there, and are passed by
 	}
 	if s.trouble != "" {
 		a.Notes = append(a.Notes, s.trouble)

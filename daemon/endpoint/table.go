@@ -124,16 +124,26 @@ func (t *Table) Captured(podUID string) (attach.Record, bool) {
 	return attach.Record{}, false
 }
 
-// HasPod reports whether a pod of that name is attached.
-func (t *Table) HasPod(pod attach.Pod) bool {
-	for _, e := range t.All() {
-		for _, r := range e.Records() {
-			if r.Pod.Namespace == pod.Namespace && r.Pod.Name == pod.Name {
-				return true
-			}
+// PodState is how far a pod is captured.
+type PodState struct {
+	// State is that of an attachment that is captured or may be, if the pod has one.
+	State attach.State
+	// Trouble says why the pod is not in line; it is empty if it is.
+	Trouble string
+	// Netns is the identity of the attachment's netns.
+	Netns attach.NetnsID
+}
+
+// Pods returns the pods that are attached, without their UIDs.
+func (t *Table) Pods() map[attach.Pod]PodState {
+	pods := map[attach.Pod]PodState{}
+	for _, s := range t.Snapshots() {
+		pod := attach.Pod{Namespace: s.record.Pod.Namespace, Name: s.record.Pod.Name}
+		if other, ok := pods[pod]; !ok || other.State == attach.Passed {
+			pods[pod] = PodState{s.record.State, s.trouble, s.record.NetnsID}
 		}
 	}
-	return false
+	return pods
 }
 
 // Remove forgets an attachment, and shuts the gate of its netns if it was the last one there.

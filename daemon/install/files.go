@@ -18,8 +18,8 @@ import (
 // extension, or runs a plugin of such a name, so a half-written file does no harm.
 const tempSuffix = ".sluice-tmp"
 
-// lockTimeout is much longer than any installation takes.
-const lockTimeout = 5 * time.Second
+// lockTimeout is much longer than any installation takes, also on a disk that takes seconds to sync.
+const lockTimeout = 30 * time.Second
 
 // lock prevents another process, such as the daemon that is about to replace this one, from installing or uninstalling
 // at the same time: both would write to the same temporary files. It makes the directory stateDir and locks it with
@@ -46,18 +46,38 @@ func lock(stateDir string) (unlock func(), err error) {
 	}
 }
 
+// checkWritable returns an error if this process may not write into the directory dir. The owner of a directory decides
+// for root too, unless root has DAC_OVERRIDE. A directory that does not exist is no error.
+func checkWritable(dir string) error {
+	err := unix.Access(dir, unix.W_OK|unix.X_OK)
+	if !errors.Is(err, unix.EACCES) {
+		return nil
+	}
+	owner := "another user"
+	var info unix.Stat_t
+	if unix.Stat(dir, &info) == nil {
+		owner = fmt.Sprintf("user %d", info.Uid)
+	}
+	return fmt.Errorf("%s belongs to %s, and sluiced may not write there without the capability DAC_OVERRIDE "+
+		"(value cni.otherOwner of the chart): %w", dir, owner, err)
+}
+
 // step is called before every change on disk. Tests end the process in it.
 var step = func(string) {}
 
 // replace replaces the content of the file at path, or makes the file. A reader finds the old content or the new one at
-// every moment, after a crash too. If path is a symbolic link, its target is replaced.
-func replace(path string, data []byte, mode fs.FileMode) error {
+// every moment, after a crash too. If path is a symbolic link, its target is replaced. Unless was is nil, the file must
+// have that content still; otherwise its owner is writing it, and the error is ErrNoNetwork.
+func replace(path string, data []byte, mode fs.FileMode, was []byte) error {
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		path = target
 	}
 	dir, name := filepath.Split(path)
 	temp := filepath.Join(dir, "."+name+tempSuffix)
 	err := write(temp, data, mode, path)
+	if err == nil && was != nil && !same(path, was) { // to write and sync takes milliseconds
+		err = fmt.Errorf("%w: another program is writing it", ErrNoNetwork)
+	}
 	if err == nil {
 		step("rename " + path)
 		err = os.Rename(temp, path)
@@ -81,6 +101,9 @@ func write(temp string, data []byte, mode fs.FileMode, like string) (err error) 
 	if _, err := f.Write(data); err != nil {
 		return err
 	}
+	if err := f.Chmod(mode); err != nil { // before the file belongs to another user
+		return err
+	}
 	if info, err := os.Stat(like); err == nil {
 		if old, ok := info.Sys().(*syscall.Stat_t); ok {
 			if err := f.Chown(int(old.Uid), int(old.Gid)); err != nil && !errors.Is(err, os.ErrPermission) {
@@ -88,20 +111,8 @@ func write(temp string, data []byte, mode fs.FileMode, like string) (err error) 
 			}
 		}
 	}
-	if err := f.Chmod(mode); err != nil {
-		return err
-	}
 	step("sync " + temp)
 	return f.Sync()
-}
-
-// move renames a file within its directory, and syncs the directory.
-func move(from, to string) error {
-	step("rename " + from)
-	if err := os.Rename(from, to); err != nil {
-		return err
-	}
-	return syncDir(filepath.Dir(to))
 }
 
 // remove removes the file at path, if there is one, and syncs its directory.

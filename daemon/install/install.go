@@ -5,6 +5,7 @@ package install
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -21,9 +22,11 @@ import (
 )
 
 const (
-	// savedSuffix is appended to the name of a .conf that was converted to a .conflist. No runtime loads this
-	// extension.
-	savedSuffix = ".sluice-saved"
+	// copySuffix ends the name of the conflist that the installer makes of the configuration of a single plugin:
+	// 10-a-by-sluice.conflist of 10-a.conf. It sorts before that file, so the runtime chooses it. The file of the other
+	// program stays as it is: whether that program changes or removes its file can be seen then. Multus does not take
+	// files that begin with 00-multus for the network of pods, and so not the copy of its own.
+	copySuffix = "-by-sluice.conflist"
 	// halfWrittenAge is the age up to which an invalid file may be half-written. An older one is taken for broken.
 	halfWrittenAge = 2 * time.Second
 )
@@ -54,7 +57,7 @@ func (i Installer) Install() (written []string, err error) {
 		return nil, err
 	}
 	defer unlock()
-	if err := ignoreMissing(os.Remove(i.uninstalledMark())); err != nil {
+	if err := ignoreMissing(os.Remove(attach.UninstalledMark(i.StateDir))); err != nil {
 		return nil, fmt.Errorf("installing after an uninstall: %w", err)
 	}
 	return i.installLocked()
@@ -62,11 +65,17 @@ func (i Installer) Install() (written []string, err error) {
 
 // installLocked is Install, for a caller that holds the lock.
 func (i Installer) installLocked() (written []string, err error) {
+	if err := errors.Join(checkWritable(i.ConfDir), checkWritable(i.BinDir)); err != nil {
+		return nil, err
+	}
 	if err := errors.Join(sweep(i.ConfDir), sweep(i.BinDir)); err != nil {
 		return nil, fmt.Errorf("removing temporary files of an interrupted installation: %w", err)
 	}
 	// The binary comes first: with an entry and without the binary, every ADD on the node would fail.
 	if written, err = i.copyPlugin(); err != nil {
+		return written, err
+	}
+	if err := i.removeOrphans(); err != nil {
 		return written, err
 	}
 	primary, err := i.primary()
@@ -81,18 +90,33 @@ func (i Installer) installLocked() (written []string, err error) {
 		// With an entry, as an older sluice or another program may have left one, no pod of the node would start.
 		return written, errors.Join(fmt.Errorf("installing into %s: %w", primary, err), i.clean(""))
 	}
-	if !isList(primary) {
-		if primary, err = i.convert(primary); err != nil {
-			return written, err
-		}
-		written = append(written, primary)
-	}
-	wrote, err := i.edit(primary, func(text []byte) ([]byte, error) { return withEntry(text, i.Entry) })
+	into, wrote, err := i.enter(primary, text)
 	written = append(written, wrote...)
 	if err != nil {
 		return written, err
 	}
-	return written, i.clean(primary)
+	return written, i.clean(into)
+}
+
+// enter puts the entry into the network configuration that the runtime chooses, and returns the path of the file that
+// has it now:
+//
+//   - a conflist itself, and that of Multus too: the runtime calls sluice after Multus, with the annotations of the pod
+//     (Multus does not pass them on), and whichever network an annotation names in place of the cluster's;
+//   - a copy that is a conflist, for the configuration of a single plugin;
+//   - the copy of another conflist in the configuration of Multus alone (the thin Multus, for CNI versions other than
+//     1.0.0). It takes any other file beside its own for the network of pods, a copy of its own too.
+func (i Installer) enter(primary string, text []byte) (into string, written []string, err error) {
+	switch {
+	case isList(primary):
+		written, err = i.edit(primary, func(text []byte) ([]byte, error) { return withEntry(text, i.Entry) })
+		return primary, written, err
+	case copiesDelegate(text):
+		written, err = i.edit(primary, func(text []byte) ([]byte, error) { return withDelegateEntry(text, i.Entry) })
+		return primary, written, err
+	}
+	written, err = i.copy(primary, text)
+	return copyOf(primary), written, err
 }
 
 // copyPlugin copies the binary into BinDir, unless the same one is there.
@@ -105,7 +129,7 @@ func (i Installer) copyPlugin() (written []string, err error) {
 	if info, err := os.Stat(to); err == nil && info.Mode().Perm() == 0o755 && same(to, data) {
 		return nil, nil
 	}
-	if err := replace(to, data, 0o755); err != nil {
+	if err := replace(to, data, 0o755, nil); err != nil {
 		return nil, err
 	}
 	return []string{to}, nil
@@ -121,20 +145,26 @@ func (i Installer) confFiles() ([]string, error) {
 	return files, err
 }
 
-// primary returns the file that the runtime chooses: the first valid one. An invalid file before it may be
-// half-written, and then be chosen soon: it is skipped when it is older than halfWrittenAge, and an error before.
+// primary returns the file that the runtime would choose without sluice: the first valid one. An invalid file before it
+// may be half-written, and then be chosen soon: it is an error, and is skipped when it is older than halfWrittenAge.
 func (i Installer) primary() (string, error) {
 	files, err := i.confFiles()
 	if err != nil {
 		return "", fmt.Errorf("listing the CNI network configurations: %w", err)
 	}
 	for _, f := range files {
+		if isCopy(f) {
+			continue
+		}
 		text, err := os.ReadFile(f)
 		if err == nil {
 			err = validate(f, text)
 		}
-		if err == nil {
+		switch {
+		case err == nil:
 			return f, nil
+		case errors.Is(err, fs.ErrPermission): // the runtime may be able to read it
+			return "", fmt.Errorf("looking for the runtime's network configuration: %w", err)
 		}
 		// Abs: a file from the future was written before the clock jumped back, and is no reason to wait for so long.
 		if info, serr := os.Stat(f); serr == nil && time.Since(info.ModTime()).Abs() < halfWrittenAge {
@@ -144,41 +174,43 @@ func (i Installer) primary() (string, error) {
 	return "", fmt.Errorf("%w in %s", ErrNoNetwork, i.ConfDir)
 }
 
-// convert replaces the configuration of a single plugin by a conflist with the entry, and saves the old file. While
-// both are there the runtime chooses the old one, which sorts first and works without sluice.
-func (i Installer) convert(conf string) (list string, err error) {
-	list = listOf(conf)
-	text, err := os.ReadFile(conf)
+// copyOf is the path of the conflist that copy makes of the file conf.
+func copyOf(conf string) string { return strings.TrimSuffix(conf, filepath.Ext(conf)) + copySuffix }
+
+func isCopy(path string) bool { return strings.HasSuffix(path, copySuffix) }
+
+// copy makes a conflist with the entry of the configuration of a single plugin. A copy of the same text stays, with the
+// entries that others have added to it.
+func (i Installer) copy(conf string, text []byte) (written []string, err error) {
+	to := copyOf(conf)
+	source := fmt.Sprintf("sha256:%x", sha256.Sum256(text))
+	if have, err := os.ReadFile(to); err == nil && validate(to, have) == nil {
+		var k keys
+		if json.Unmarshal(have, &k) == nil && k.Source == source {
+			return i.edit(to, func(text []byte) ([]byte, error) { return withEntry(text, i.Entry) })
+		}
+	}
+	list, err := fromConf(text, keys{}, source)
+	if err == nil {
+		list, err = withEntry(list, i.Entry)
+	}
 	if err != nil {
-		return "", err
+		return nil, fmt.Errorf("making a conflist of %s: %w", conf, err)
 	}
-	data, err := fromConf(text)
-	if err != nil {
-		return "", fmt.Errorf("converting %s to a conflist: %w", conf, err)
-	}
-	if data, err = withEntry(data, i.Entry); err != nil {
-		return "", fmt.Errorf("converting %s to a conflist: %w", conf, err)
-	}
-	if have, err := os.ReadFile(list); err == nil && !convertedFrom(have, text) {
-		return "", fmt.Errorf("cannot convert %s to %s: another file has that name", conf, list)
-	}
-	if err := replace(list, data, modeOf(conf)); err != nil {
-		return "", err
-	}
-	if err := move(conf, conf+savedSuffix); err != nil {
-		return "", fmt.Errorf("saving the converted file: %w", err)
-	}
-	return list, nil
+	return []string{to}, replace(to, list, modeOf(conf), nil)
 }
 
-// convertedFrom tells whether list is the conflist that convert makes of conf, with sluice's entry or without it.
-func convertedFrom(list, conf []byte) bool {
-	bare, err := withoutEntry(list)
-	if err != nil {
-		return false
+// removeOrphans removes the copies of files that their owners have removed. The runtime would choose such a copy, and
+// call plugins that are gone.
+func (i Installer) removeOrphans() error {
+	files, err := i.confFiles()
+	errs := []error{err}
+	for _, f := range files {
+		if isCopy(f) && !slices.ContainsFunc(files, func(of string) bool { return !isList(of) && copyOf(of) == f }) {
+			errs = append(errs, remove(f))
+		}
 	}
-	want, err := fromConf(conf)
-	return err == nil && bytes.Equal(bare, want)
+	return errors.Join(errs...)
 }
 
 // modeOf is the mode of the file at path, or 0644 if there is none.
@@ -202,24 +234,29 @@ func (i Installer) edit(path string, change func([]byte) ([]byte, error)) (writt
 	if bytes.Equal(text, after) {
 		return nil, nil
 	}
-	if err := replace(path, after, modeOf(path)); err != nil {
+	if err := replace(path, after, modeOf(path), text); err != nil {
 		return nil, err
 	}
 	return []string{path}, nil
 }
 
-// clean removes the entry from every conflist except keep, so that files that the runtime does not use are as their
-// owner left them.
+// clean removes the entry from every file except keep, so that files that the runtime does not use are as their owner
+// left them. It removes copies, unless another file names one: Multus may have found the copy beside its original, and
+// taken it for the network of pods.
 func (i Installer) clean(keep string) error {
 	files, err := i.confFiles()
 	errs := []error{err}
 	for _, f := range files {
-		if f == keep || !isList(f) {
+		if f == keep {
+			continue
+		}
+		if isCopy(f) && !isNamed(f, files) {
+			errs = append(errs, remove(f))
 			continue
 		}
 		text, err := os.ReadFile(f)
 		if err != nil || validate(f, text) != nil {
-			continue // not a valid conflist, so it has no entry of sluice
+			continue // not a valid configuration, so it has no entry of sluice
 		}
 		_, err = i.edit(f, withoutEntry)
 		errs = append(errs, err)
@@ -227,11 +264,15 @@ func (i Installer) clean(keep string) error {
 	return errors.Join(errs...)
 }
 
-// uninstalledMark is the path of a file that tells a running daemon (`run --install`), by existing, not to install
-// again. A daemon that starts removes it, and installs.
-func (i Installer) uninstalledMark() string { return filepath.Join(i.StateDir, "uninstalled") }
+// isNamed tells whether one of files has the name of the file at path in it.
+func isNamed(path string, files []string) bool {
+	return slices.ContainsFunc(files, func(f string) bool {
+		text, err := os.ReadFile(f)
+		return err == nil && bytes.Contains(text, []byte(filepath.Base(path)))
+	})
+}
 
-// Uninstall removes the entry, and restores a .conf that was converted to a .conflist. It removes the binary only if
+// Uninstall removes the entry and the copies that have it. It removes the binary only if
 // there are no attachment records, because the DEL of these pods needs it, and returns their number.
 func (i Installer) Uninstall() (attachments int, err error) {
 	unlock, err := lock(i.StateDir)
@@ -239,71 +280,35 @@ func (i Installer) Uninstall() (attachments int, err error) {
 		return 0, err
 	}
 	defer unlock()
-	if err := os.WriteFile(i.uninstalledMark(), nil, 0o600); err != nil {
+	if err := os.WriteFile(attach.UninstalledMark(i.StateDir), nil, 0o600); err != nil {
 		return 0, fmt.Errorf("writing the file that keeps the daemon from installing again: %w", err)
 	}
 	if err := errors.Join(sweep(i.ConfDir), sweep(i.BinDir)); err != nil {
 		return 0, fmt.Errorf("removing temporary files of an interrupted installation: %w", err)
 	}
-	if err := errors.Join(i.restore(), i.clean("")); err != nil {
+	if err := i.clean(""); err != nil {
 		return 0, err
 	}
 	records, err := attach.NewStore(i.StateDir).List()
 	if err != nil || len(records) > 0 {
 		return len(records), err
 	}
-	return 0, remove(filepath.Join(i.BinDir, pluginType))
+	return 0, i.removePlugin()
 }
 
-// restore puts back every .conf that was converted to a .conflist. It renames the .conf first and removes the .conflist
-// then: in between the runtime chooses the .conf, which sorts first.
-func (i Installer) restore() error {
-	saved, err := filepath.Glob(filepath.Join(i.ConfDir, "*"+savedSuffix))
-	errs := []error{err}
-	for _, s := range saved {
-		errs = append(errs, restoreOne(s))
-	}
-	files, err := i.confFiles()
-	errs = append(errs, err)
-	for _, conf := range files {
-		if !isList(conf) { // an interrupted restore may have left the conflist beside it
-			errs = append(errs, removeConverted(conf))
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// removeConverted removes the conflist that convert made of conf.
-func removeConverted(conf string) error {
-	text, err := os.ReadFile(conf)
+// RemovePlugin removes the binary after Uninstall, when the attachments have gone. It does nothing if another daemon
+// has installed the plugin again meanwhile, or the binary is needed still.
+func (i Installer) RemovePlugin() error {
+	unlock, err := lock(i.StateDir)
 	if err != nil {
 		return err
 	}
-	list := listOf(conf)
-	have, err := os.ReadFile(list)
-	if err != nil || !convertedFrom(have, text) {
-		return ignoreMissing(err)
-	}
-	return remove(list)
-}
-
-// listOf is the path of the conflist that convert makes of conf.
-func listOf(conf string) string { return strings.TrimSuffix(conf, filepath.Ext(conf)) + ".conflist" }
-
-// restoreOne puts back the .conf that was saved at the path saved, and removes its conflist.
-func restoreOne(saved string) error {
-	conf := strings.TrimSuffix(saved, savedSuffix)
-	list := listOf(conf)
-	text, err := os.ReadFile(saved)
-	if err != nil {
+	defer unlock()
+	records, err := attach.NewStore(i.StateDir).List()
+	if err != nil || len(records) > 0 || !attach.Uninstalled(i.StateDir) {
 		return err
 	}
-	have, err := os.ReadFile(list)
-	if err == nil && !convertedFrom(have, text) {
-		return nil // another program has changed the conflist since: it stays, and clean removes only the entry
-	}
-	if err := move(saved, conf); err != nil {
-		return fmt.Errorf("restoring %s: %w", conf, err)
-	}
-	return remove(list)
+	return i.removePlugin()
 }
+
+func (i Installer) removePlugin() error { return remove(filepath.Join(i.BinDir, pluginType)) }

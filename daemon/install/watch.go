@@ -12,6 +12,7 @@ import (
 	"github.com/fsnotify/fsnotify"
 
 	"github.com/sluice-cni/sluice/daemon/pause"
+	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 const (
@@ -38,16 +39,36 @@ type Keeper struct {
 	mu      sync.Mutex // guards the fields below; no lock is taken under it
 	scanned bool
 	err     error // of the last scan
+	contest attach.Contest
+	undone  uint64
 }
 
-// Ready returns an error, for the user, if the runtime does not use the plugin as of the last scan.
+// Ready returns an error, for the user, if the runtime does not use the plugin as of the last scan, or if another
+// program keeps undoing the installation: between two scans the plugin is then most likely not in use.
 func (k *Keeper) Ready() error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if !k.scanned {
+	switch {
+	case !k.scanned:
 		return errors.New("the plugin is not installed yet")
+	case k.err == nil && k.contest != attach.Contest{}:
+		return errors.New(k.contest.Reason)
 	}
 	return k.err
+}
+
+// Contest returns the contest with another program that keeps undoing the installation; it is zero if there is none.
+func (k *Keeper) Contest() attach.Contest {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.contest
+}
+
+// Undone is how many times another program had undone the installation.
+func (k *Keeper) Undone() uint64 {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.undone
 }
 
 // interval is the time until the next scan if no event comes before.
@@ -59,23 +80,27 @@ func (k *Keeper) interval() time.Duration {
 }
 
 // record keeps the outcome of a scan for Ready. It tells whether err is an error that the scan before did not have.
-func (k *Keeper) record(err error) (isNew bool) {
+func (k *Keeper) record(written []string, err error) (isNew bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	previous := k.err
+	if k.scanned && previous == nil && len(written) > 0 {
+		k.undone++
+	}
 	k.scanned, k.err = true, err
 	return err != nil && (previous == nil || previous.Error() != err.Error())
 }
 
 // Run installs the plugin, and again whenever another program has undone that, until ctx ends. It uninstalls nothing at
-// its end: a daemon is stopped to be restarted or upgraded, and pods that start meanwhile must be captured too.
+// its end: a daemon is stopped to be restarted or upgraded, and pods that start meanwhile must be captured too. The
+// caller of Uninstall knows when sluice is removed for good.
 func (k *Keeper) Run(ctx context.Context) error {
 	w, err := fsnotify.NewWatcher()
 	if err != nil {
 		return fmt.Errorf("watching the CNI directories: %w", err)
 	}
 	defer w.Close() //nolint:errcheck // nothing was written
-	if err := ignoreMissing(os.Remove(k.uninstalledMark())); err != nil {
+	if err := ignoreMissing(os.Remove(attach.UninstalledMark(k.StateDir))); err != nil {
 		return fmt.Errorf("installing after an uninstall: %w", err)
 	}
 	var b backoff
@@ -101,7 +126,7 @@ func (k *Keeper) Run(ctx context.Context) error {
 // rescan installs the plugin unless it was uninstalled by hand, and logs the outcome.
 func (k *Keeper) rescan(b *backoff) {
 	written, err := k.installUnlessUninstalled()
-	if k.record(err) {
+	if k.record(written, err) {
 		level := slog.LevelError
 		if errors.Is(err, ErrNoNetwork) || errors.Is(err, errUninstalled) {
 			level = slog.LevelInfo
@@ -111,13 +136,42 @@ func (k *Keeper) rescan(b *backoff) {
 	for _, path := range written {
 		k.Log.Info("plugin file installed", "file", path)
 		if b.wrote(path, time.Now()) {
-			k.Log.Warn("another program keeps changing this file; sluiced restores it at growing intervals",
-				"file", path)
+			k.contested(path)
 		}
+	}
+	if b.isQuiet(time.Now()) {
+		k.uncontested()
 	}
 }
 
-var errUninstalled = errors.New("`sluiced uninstall` has removed the plugin; restart the daemon to install it again")
+// contested notes that another program keeps undoing the installation, most recently of the file at path.
+func (k *Keeper) contested(path string) {
+	reason := k.culprit(path)
+	k.mu.Lock()
+	isNew := k.contest == attach.Contest{}
+	if isNew {
+		k.contest.Since = time.Now()
+	}
+	k.contest.Reason = reason
+	k.mu.Unlock()
+	if isNew {
+		k.Log.Error("another program keeps undoing the installation of the plugin; sluiced restores it at growing "+
+			"intervals", "file", path, "reason", reason)
+	}
+}
+
+// uncontested notes that the installation has stood for a while.
+func (k *Keeper) uncontested() {
+	k.mu.Lock()
+	ended := k.contest != attach.Contest{}
+	k.contest = attach.Contest{}
+	k.mu.Unlock()
+	if ended {
+		k.Log.Info("the installation of the plugin stands again")
+	}
+}
+
+var errUninstalled = errors.New("the plugin was uninstalled; restart the daemon to install it again")
 
 func (k *Keeper) installUnlessUninstalled() (written []string, err error) {
 	unlock, err := lock(k.StateDir)
@@ -125,7 +179,7 @@ func (k *Keeper) installUnlessUninstalled() (written []string, err error) {
 		return nil, err
 	}
 	defer unlock()
-	if _, err := os.Stat(k.uninstalledMark()); err == nil {
+	if attach.Uninstalled(k.StateDir) {
 		return nil, errUninstalled
 	}
 	return k.installLocked()
@@ -140,7 +194,7 @@ type backoff struct {
 
 // wrote counts a write of the file at path. It tells whether that was more than maxRewrites; then it sets the wait.
 func (b *backoff) wrote(path string, now time.Time) (tooOften bool) {
-	if b.writes == nil || now.Sub(b.last) > quietPeriod {
+	if b.writes == nil || b.isQuiet(now) {
 		b.writes = map[string]int{}
 	}
 	b.last = now
@@ -152,6 +206,9 @@ func (b *backoff) wrote(path string, now time.Time) (tooOften bool) {
 	b.until = now.Add(min(firstWait<<min(excess-1, 10), maxWait)) // 10: before the shift overflows
 	return true
 }
+
+// isQuiet tells whether no file had to be written for a quiet period.
+func (b *backoff) isQuiet(now time.Time) bool { return now.Sub(b.last) > quietPeriod }
 
 // wait is the time to wait at now; it is negative when there is none.
 func (b *backoff) wait(now time.Time) time.Duration { return b.until.Sub(now) }

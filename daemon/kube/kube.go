@@ -42,6 +42,7 @@ type Node struct {
 	name      string
 	client    kubernetes.Interface
 	upstream  config.Upstream
+	selected  config.Namespaces
 	log       *slog.Logger
 	factories []informers.SharedInformerFactory
 	synced    []cache.InformerSynced
@@ -52,14 +53,16 @@ type Node struct {
 	namespaces listers.NamespaceLister
 	services   listers.ServiceLister // the upstream's service only; nil unless the configuration names one
 	nodes      listers.NodeLister    // this node only
+	owner      *owner                // nil unless FollowDaemonSet was called
 
 	broadcaster record.EventBroadcaster
 	events      record.EventRecorder
 }
 
 // New makes the view of the node with that name. It is empty until Run.
-func New(client kubernetes.Interface, node string, up config.Upstream, log *slog.Logger) (*Node, error) {
-	n := &Node{name: node, client: client, upstream: up, log: log}
+func New(client kubernetes.Interface, node string, conf config.Config, log *slog.Logger) (*Node, error) {
+	up := conf.Upstream
+	n := &Node{name: node, client: client, upstream: up, selected: conf.Capture.Namespaces, log: log}
 	n.changed, n.relabeled = make(chan struct{}, 1), make(chan struct{}, 1)
 	// The node object is not part of Synced and Changed: decisions do not depend on it.
 	n.nodes = n.watch(metav1.NamespaceAll, "metadata.name", node).Nodes().Lister()
@@ -101,12 +104,18 @@ func (n *Node) watch(namespace, field, value string) core.Interface {
 	return f.Core().V1()
 }
 
-// strip saves memory: it keeps only the identity and the taints of a node, and drops managedFields of other objects.
+// strip saves memory: it keeps only the identity, the labels, the taints and the runtime of a node, and drops
+// managedFields of other objects.
 func strip(o any) (any, error) {
 	if node, ok := o.(*corev1.Node); ok {
 		return &corev1.Node{
-			ObjectMeta: metav1.ObjectMeta{Name: node.Name, UID: node.UID, ResourceVersion: node.ResourceVersion},
-			Spec:       corev1.NodeSpec{Taints: node.Spec.Taints},
+			ObjectMeta: metav1.ObjectMeta{
+				Name: node.Name, UID: node.UID, ResourceVersion: node.ResourceVersion, Labels: node.Labels,
+			},
+			Spec: corev1.NodeSpec{Taints: node.Spec.Taints},
+			Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{
+				ContainerRuntimeVersion: node.Status.NodeInfo.ContainerRuntimeVersion,
+			}},
 		}, nil
 	}
 	if m, err := meta.Accessor(o); err == nil {
@@ -216,7 +225,8 @@ func hasUID(p *corev1.Pod, uid string) bool {
 
 func (n *Node) facts(p *corev1.Pod, ns *corev1.Namespace) (f optin.Facts, err error) {
 	f = optin.Facts{
-		Labels: p.Labels, NamespaceLabels: ns.Labels, Annotations: p.Annotations, Containers: containers(p),
+		Labels: p.Labels, Annotations: p.Annotations, Namespace: optin.NamespaceOf(n.selected, ns.Labels),
+		Containers: containers(p),
 	}
 	if p.Spec.DNSConfig != nil {
 		f.Resolvers = optin.ParseResolvers(p.Spec.DNSConfig.Nameservers)
@@ -245,11 +255,13 @@ func (n *Node) Labels(pod attach.Pod) map[string]string {
 	return facts.Labels
 }
 
-// Running lists the pods that run on this node. A pod is left out while its facts are not known yet.
+// Running lists the pods that run on this node, also while only their init containers do: their phase is Pending then,
+// and they have an address. A pod is left out while its facts are not known yet.
 func (n *Node) Running() []optin.Running {
 	var running []optin.Running
 	for _, p := range n.scheduled() {
-		if p.Status.Phase != corev1.PodRunning || p.DeletionTimestamp != nil {
+		initializes := p.Status.Phase == corev1.PodPending && len(p.Status.PodIPs) > 0
+		if p.Status.Phase != corev1.PodRunning && !initializes || p.DeletionTimestamp != nil {
 			continue
 		}
 		pod := attach.Pod{Namespace: p.Namespace, Name: p.Name, UID: string(p.UID)}
@@ -257,9 +269,11 @@ func (n *Node) Running() []optin.Running {
 		if err != nil {
 			continue
 		}
-		running = append(running, optin.Running{
-			Pod: pod, IPs: addresses(p), HostNetwork: p.Spec.HostNetwork, Facts: facts,
-		})
+		r := optin.Running{Pod: pod, IPs: addresses(p), HostNetwork: p.Spec.HostNetwork, Facts: facts}
+		if p.Spec.RuntimeClassName != nil {
+			r.RuntimeClass = *p.Spec.RuntimeClassName
+		}
+		running = append(running, r)
 	}
 	return running
 }
@@ -311,12 +325,15 @@ func (n *Node) Report(pod attach.Pod, warning bool, reason, message string) {
 	if pod.Name == "" {
 		return
 	}
-	kind := corev1.EventTypeNormal
-	if warning {
-		kind = corev1.EventTypeWarning
-	}
 	ref := &corev1.ObjectReference{
 		APIVersion: "v1", Kind: "Pod", Namespace: pod.Namespace, Name: pod.Name, UID: types.UID(pod.UID),
 	}
-	n.events.Event(ref, kind, reason, message)
+	n.events.Event(ref, eventType(warning), reason, message)
+}
+
+func eventType(warning bool) string {
+	if warning {
+		return corev1.EventTypeWarning
+	}
+	return corev1.EventTypeNormal
 }

@@ -12,6 +12,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
@@ -49,10 +50,17 @@ func namespace(name string, labels map[string]string) *corev1.Namespace {
 func newNode(t *testing.T, up config.Upstream, objects ...runtime.Object) (*Node, *fake.Clientset) {
 	t.Helper()
 	client := fake.NewClientset(objects...)
-	n, err := New(client, "here", up, slog.New(slog.DiscardHandler))
+	n, err := New(client, "here", config.Config{Upstream: up, Capture: byTeam}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
+	start(t, n)
+	return n, client
+}
+
+// start runs n until the end of the test, and returns when its informers have listed.
+func start(t *testing.T, n *Node) {
+	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
 	go func() { done <- n.Run(ctx) }()
@@ -67,10 +75,15 @@ func newNode(t *testing.T, up config.Upstream, objects ...runtime.Object) (*Node
 	for _, f := range n.factories {
 		f.WaitForCacheSync(ctx.Done())
 	}
-	return n, client
 }
 
 var address = config.Upstream{Address: "127.0.0.1:18080"}
+
+// byTeam opts the namespaces of the team "a" in, and enforces the capture of those of the team "b".
+var byTeam = config.Capture{Namespaces: config.Namespaces{
+	Selected: []labels.Selector{labels.SelectorFromSet(labels.Set{"team": "a"})},
+	Enforced: []labels.Selector{labels.SelectorFromSet(labels.Set{"team": "b"})},
+}}
 
 func TestPodFromTheCache(t *testing.T) {
 	t.Parallel()
@@ -101,8 +114,8 @@ func TestPodFromTheCache(t *testing.T) {
 		if _, err := n.Pod(t.Context(), tc.pod); !errors.Is(err, tc.want) {
 			t.Errorf("Pod(%+v): got %v, want %v", tc.pod, err, tc.want)
 		}
-		if err == nil && got.NamespaceLabels["team"] != "a" {
-			t.Errorf("Cached(%+v): got %+v, want the labels of the namespace", tc.pod, got)
+		if err == nil && got.Namespace.Value != "true" {
+			t.Errorf("Cached(%+v): got %+v, want the label of the namespace", tc.pod, got)
 		}
 	}
 }
@@ -143,7 +156,7 @@ func TestPodFromTheAPIServer(t *testing.T) {
 		t.Errorf("Cached: got %v, want optin.ErrUnknown", err)
 	}
 	got, err := n.Pod(t.Context(), newPod)
-	if err != nil || got.Labels[optin.Label] != "true" || got.NamespaceLabels["team"] != "a" {
+	if err != nil || got.Labels[optin.Label] != "true" || got.Namespace.Value != "true" {
 		t.Errorf("Pod: got %+v, %v", got, err)
 	}
 	newPod.UID = "uid-of-its-successor"
@@ -182,7 +195,7 @@ func TestChanged(t *testing.T) {
 		labelled := namespace("ci", map[string]string{optin.Label: "true"})
 		_, err := client.CoreV1().Namespaces().Update(t.Context(), labelled, metav1.UpdateOptions{})
 		return err
-	}, func(p optin.Facts) bool { return p.NamespaceLabels[optin.Label] == "true" })
+	}, func(p optin.Facts) bool { return p.Namespace.Value == "true" })
 }
 
 // wanted makes p a pod that opts in, with a label of its own to select it.
@@ -311,7 +324,9 @@ func TestRunning(t *testing.T) {
 	n, _ := newNode(t, address, namespace("ci", nil),
 		pod("ci", "runs", wanted),
 		pod("ci", "host", func(p *corev1.Pod) { p.Spec.HostNetwork = true }),
-		pod("ci", "starts", func(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }),
+		pod("ci", "sandboxed", func(p *corev1.Pod) { p.Spec.RuntimeClassName = new("gvisor") }),
+		pod("ci", "initializes", func(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }),
+		pod("ci", "starts", func(p *corev1.Pod) { p.Status.Phase, p.Status.PodIPs = corev1.PodPending, nil }),
 		pod("ci", "ended", func(p *corev1.Pod) { p.Status.Phase = corev1.PodSucceeded }),
 	)
 	got := map[string]optin.Running{}
@@ -319,7 +334,9 @@ func TestRunning(t *testing.T) {
 		got[r.Pod.Name] = r
 	}
 	host, runs := got["host"], got["runs"]
-	if len(got) != 2 || !host.HostNetwork || runs.HostNetwork || len(runs.IPs) != 2 || !optin.Wanted(runs.Facts) {
+	_, initializes := got["initializes"]
+	if !initializes || len(got) != 4 || !host.HostNetwork || runs.HostNetwork || len(runs.IPs) != 2 ||
+		!optin.Wanted(runs.Facts) || runs.RuntimeClass != "" || got["sandboxed"].RuntimeClass != "gvisor" {
 		t.Errorf("Running: got %+v", got)
 	}
 }

@@ -54,7 +54,7 @@ func (n *Node) optedIn(before []string) []string {
 	all := []string{}
 	namespaces, _ := n.namespaces.List(labels.Everything()) // a list from the cache cannot fail
 	for _, ns := range namespaces {
-		if optin.Asks(ns.Labels) || slices.Contains(before, ns.Name) {
+		if optin.NamespaceOf(n.selected, ns.Labels).Asks() || slices.Contains(before, ns.Name) {
 			all = append(all, ns.Name)
 		}
 	}

@@ -16,8 +16,8 @@ import (
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// TestKeepOptedIn: a namespace comes onto the list by its own label or by that of a pod, and stays there until it is
-// deleted.
+// TestKeepOptedIn: a namespace comes onto the list by its own label, by the configuration, or by the label of a pod. It
+// stays there until it is deleted.
 func TestKeepOptedIn(t *testing.T) {
 	t.Parallel()
 	asks := map[string]string{optin.Label: "true"}
@@ -25,6 +25,9 @@ func TestKeepOptedIn(t *testing.T) {
 		namespace("before", nil), namespace("by-pod", nil), namespace("dev", nil),
 		namespace("by-label", asks), namespace("wrong", map[string]string{optin.Label: "yes"}),
 		namespace("out", map[string]string{optin.Label: "false"}),
+		namespace("chosen", map[string]string{"team": "a"}),
+		namespace("chosen-out", map[string]string{"team": "a", optin.Label: "false"}),
+		namespace("kept", map[string]string{"team": "b", optin.Label: "false"}),
 		pod("by-pod", "web", func(p *corev1.Pod) { p.Labels = asks }), pod("dev", "plain", nil),
 	)
 	file := attach.NewOptedInFile(t.TempDir())
@@ -42,7 +45,7 @@ func TestKeepOptedIn(t *testing.T) {
 			return err == nil && slices.Equal(o.Namespaces, want) && o.AsOf.After(earlier)
 		})
 	}
-	wantList("before", "by-label", "by-pod", "wrong")
+	wantList("before", "by-label", "by-pod", "chosen", "kept", "wrong")
 
 	ns := client.CoreV1().Namespaces()
 	if _, err := ns.Update(ctx, namespace("by-label", nil), metav1.UpdateOptions{}); err != nil {
@@ -51,11 +54,11 @@ func TestKeepOptedIn(t *testing.T) {
 	if _, err := ns.Update(ctx, namespace("dev", asks), metav1.UpdateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	wantList("before", "by-label", "by-pod", "dev", "wrong")
+	wantList("before", "by-label", "by-pod", "chosen", "dev", "kept", "wrong")
 	if err := ns.Delete(ctx, "before", metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	wantList("by-label", "by-pod", "dev", "wrong")
+	wantList("by-label", "by-pod", "chosen", "dev", "kept", "wrong")
 	cancel()
 	if err := <-done; err != nil {
 		t.Errorf("KeepOptedIn: %v", err)

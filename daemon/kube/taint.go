@@ -27,8 +27,9 @@ const (
 	maxTaintInterval = 30 * time.Second
 )
 
-// KeepTaint removes the taint from this node when status is ready, and adds it again when the upstream has been late
-// for after; 0: it never adds it. It runs until ctx ends, and always returns nil.
+// KeepTaint removes the taint from this node when status is ready, and adds it again when the upstream has been late,
+// or the plugin's installation contested, for after; 0: it never adds it. It runs until ctx ends, and always returns
+// nil.
 func (n *Node) KeepTaint(ctx context.Context, after time.Duration, status func() attach.Status) error {
 	interval, logged := taintInterval, ""
 	for ctx.Err() == nil {
@@ -58,26 +59,63 @@ func (n *Node) keepTaint(ctx context.Context, after time.Duration, s attach.Stat
 		return nil
 	}
 	taints := slices.DeleteFunc(slices.Clone(node.Spec.Taints), ours)
-	kind, event, attempt, change := corev1.EventTypeNormal, "SluiceNodeReady", "removing", "removed"
+	warning, event, attempt, change := false, "SluiceNodeReady", "removing", "removed"
 	why := "sluice is ready to capture pods, and the upstream is ready"
 	if want {
 		taints = append(taints, corev1.Taint{Key: Taint, Effect: corev1.TaintEffectNoSchedule})
-		kind, event, attempt, change = corev1.EventTypeWarning, "SluiceNodeTainted", "adding", "added"
-		why = fmt.Sprintf("%v (for %s)", s.Upstream.Late(), now.Sub(s.Upstream.Since).Round(time.Second))
+		warning, event, attempt, change = true, "SluiceNodeTainted", "adding", "added"
+		reason, since := s.Contested.Reason, s.Contested.Since
+		if (s.Contested == attach.Contest{}) {
+			reason, since = fmt.Sprint(s.Upstream.Late()), s.Upstream.Since
+		}
+		why = fmt.Sprintf("%s (for %s)", reason, now.Sub(since).Round(time.Second))
 	}
 	if err := n.setTaints(ctx, node.ResourceVersion, taints); err != nil {
 		return fmt.Errorf("%s taint %s of node %s: %w", attempt, Taint, n.name, err)
 	}
 	n.log.Info("node taint changed", "node", n.name, "taint", Taint, "change", change, "reason", why)
-	ref := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: n.name, UID: node.UID}
-	n.events.Eventf(ref, kind, event, "taint %s %s: %s", Taint, change, why)
+	n.reportNode(node, warning, event, fmt.Sprintf("taint %s %s: %s", Taint, change, why))
 	return nil
 }
 
-// wantTaint tells whether the node should have the taint. The taint stays as it is while the upstream has been late for
-// less than after, and while the daemon is not ready yet.
+// reportNode makes an event on this node, a warning or a normal one.
+func (n *Node) reportNode(node *corev1.Node, warning bool, reason, message string) {
+	ref := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: n.name, UID: node.UID}
+	n.events.Event(ref, eventType(warning), reason, message)
+}
+
+// ReportContest makes an event on this node when a contest about the plugin's installation begins, and when it ends. It
+// runs until ctx ends, and always returns nil.
+func (n *Node) ReportContest(ctx context.Context, contest func() attach.Contest) error {
+	var reported attach.Contest
+	for ctx.Err() == nil {
+		if now := contest(); now.Since != reported.Since {
+			if node, err := n.nodes.Get(n.name); err == nil { // the watch has shown the node
+				n.reportContest(node, now)
+				reported = now
+			}
+		}
+		_ = pause.For(ctx, taintInterval) // the loop looks at ctx
+	}
+	return nil
+}
+
+func (n *Node) reportContest(node *corev1.Node, c attach.Contest) {
+	if (c == attach.Contest{}) {
+		n.reportNode(node, false, "SluicePluginInstalled",
+			"no other program undoes the installation of the plugin any more: new pods are captured when they start")
+		return
+	}
+	n.reportNode(node, true, "SluicePluginUndone", "new pods are not captured when they start: "+c.Reason)
+}
+
+// wantTaint tells whether the node should have the taint. The taint stays as it is while the upstream has been late, or
+// the plugin's installation contested, for less than after, and while the daemon is not ready yet.
 func wantTaint(tainted bool, after time.Duration, s attach.Status, now time.Time) bool {
+	contested := s.Contested != attach.Contest{}
 	switch {
+	case after > 0 && contested && now.Sub(s.Contested.Since) >= after:
+		return true
 	case s.Upstream.Ready:
 		return tainted && s.NotReady != ""
 	case after > 0 && now.Sub(s.Upstream.Since) >= after:

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -45,8 +46,11 @@ func tainted(version string, taints ...corev1.Taint) *corev1.Node {
 		ObjectMeta: metav1.ObjectMeta{
 			Name: "here", UID: "u", ResourceVersion: version, Labels: map[string]string{"zone": "a"},
 		},
-		Spec:   corev1.NodeSpec{ProviderID: "p", Taints: taints},
-		Status: corev1.NodeStatus{Images: []corev1.ContainerImage{{Names: []string{"large"}}}},
+		Spec: corev1.NodeSpec{ProviderID: "p", Taints: taints},
+		Status: corev1.NodeStatus{
+			Images:   []corev1.ContainerImage{{Names: []string{"large"}}},
+			NodeInfo: corev1.NodeSystemInfo{ContainerRuntimeVersion: "containerd://2.4.2", OSImage: "x"},
+		},
 	}
 }
 
@@ -61,6 +65,11 @@ func TestWantTaint(t *testing.T) {
 	t.Parallel()
 	unready := func(s attach.Status) attach.Status {
 		s.NotReady = "not installed yet"
+		return s
+	}
+	contested := func(s attach.Status) attach.Status {
+		s = unready(s)
+		s.Contested = attach.Contest{Since: time.Unix(1000, 0), Reason: "Cilium"}
 		return s
 	}
 	const after = time.Minute
@@ -82,6 +91,10 @@ func TestWantTaint(t *testing.T) {
 		{"late for a moment", false, after, isLate, after - 1, false},
 		{"late for a long time", false, after, isLate, after, true},
 		{"late for a long time, capture not ready", false, after, unready(isLate), after, true},
+		{"contested for a long time", false, after, contested(isReady), after, true},
+		{"contested for a moment", false, after, contested(isReady), after - 1, false},
+		{"contested, and the taint is never added", false, 0, contested(isReady), time.Hour, false},
+		{"contested, and tainted", true, 0, contested(isReady), time.Hour, true},
 		{"late for a moment, and tainted", true, after, isLate, 0, true},
 		{"late for a long time, and tainted", true, after, isLate, time.Hour, true},
 	} {
@@ -140,25 +153,66 @@ func TestTaintIsRemovedAndAdded(t *testing.T) {
 	want("late for a moment", 1, others...)
 	keep(time.Minute, isLate)
 	want("late for a long time", 2, others[0], others[1], notReady)
-	for reason, message := range map[string]string{
-		"SluiceNodeReady": "taint sluice.dev/not-ready removed: " +
-			"sluice is ready to capture pods, and the upstream is ready",
-		"SluiceNodeTainted": "taint sluice.dev/not-ready added: " +
-			"upstream 1.2.3.4:80 is late: connection refused (for 1m0s)",
+	seen(3)
+	keep(0, isReady)
+	seen(2)
+	contested := isReady
+	contested.Contested = attach.Contest{Since: now.Add(-time.Hour), Reason: "Cilium does it"}
+	keep(time.Minute, contested)
+	want("contested", 4, others[0], others[1], notReady)
+	for message, reason := range map[string]string{
+		"taint sluice.dev/not-ready removed: " +
+			"sluice is ready to capture pods, and the upstream is ready": "SluiceNodeReady",
+		"taint sluice.dev/not-ready added: Cilium does it (for 1h0m0s)": "SluiceNodeTainted",
+		"taint sluice.dev/not-ready added: " +
+			"upstream 1.2.3.4:80 is late: connection refused (for 1m0s)": "SluiceNodeTainted",
 	} {
-		testbed.Eventually(t, "there is an event "+reason+": "+message, func() bool {
-			events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{})
-			if err != nil {
-				t.Fatal(err)
-			}
-			for _, e := range events.Items {
-				node := e.InvolvedObject.Kind == "Node" && e.InvolvedObject.Name == "here"
-				if node && e.Reason == reason && e.Message == message {
-					return true
-				}
-			}
-			return false
+		wantNodeEvent(t, client, reason, message)
+	}
+}
+
+func wantNodeEvent(t *testing.T, client *fake.Clientset, reason, message string) {
+	t.Helper()
+	testbed.Eventually(t, "there is an event "+reason+": "+message, func() bool {
+		events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return slices.ContainsFunc(events.Items, func(e corev1.Event) bool {
+			node := e.InvolvedObject.Kind == "Node" && e.InvolvedObject.Name == "here"
+			return node && e.Reason == reason && e.Message == message
 		})
+	})
+}
+
+// TestContestIsReported on the node, its beginning and its end, also if it began before the watch has shown the node.
+func TestContestIsReported(t *testing.T) {
+	t.Parallel()
+	n, client := newNode(t, address)
+	contests := make(chan attach.Contest, 1)
+	contests <- attach.Contest{Since: time.Unix(1000, 0), Reason: "Cilium does it"}
+	var contest attach.Contest
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error)
+	go func() {
+		done <- n.ReportContest(ctx, func() attach.Contest {
+			select {
+			case contest = <-contests:
+			default:
+			}
+			return contest
+		})
+	}()
+	if _, err := client.CoreV1().Nodes().Create(t.Context(), tainted("7"), metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	wantNodeEvent(t, client, "SluicePluginUndone", "new pods are not captured when they start: Cilium does it")
+	contests <- attach.Contest{}
+	wantNodeEvent(t, client, "SluicePluginInstalled",
+		"no other program undoes the installation of the plugin any more: new pods are captured when they start")
+	cancel()
+	if err := <-done; err != nil {
+		t.Errorf("ReportContest: %v", err)
 	}
 }
 
@@ -176,8 +230,13 @@ func TestNodeIsStrippedAndNotNotified(t *testing.T) {
 	})
 	for version := range 20 { // enough updates for the first one to arrive, if Changed received them
 		want := &corev1.Node{
-			ObjectMeta: metav1.ObjectMeta{Name: "here", UID: "u", ResourceVersion: fmt.Sprint(version)},
-			Spec:       corev1.NodeSpec{Taints: []corev1.Taint{notReady}},
+			ObjectMeta: metav1.ObjectMeta{
+				Name: "here", UID: "u", ResourceVersion: fmt.Sprint(version), Labels: map[string]string{"zone": "a"},
+			},
+			Spec: corev1.NodeSpec{Taints: []corev1.Taint{notReady}},
+			Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{
+				ContainerRuntimeVersion: "containerd://2.4.2",
+			}},
 		}
 		update := tainted(want.ResourceVersion, notReady)
 		if _, err := client.CoreV1().Nodes().Update(t.Context(), update, metav1.UpdateOptions{}); err != nil {
@@ -187,6 +246,9 @@ func TestNodeIsStrippedAndNotNotified(t *testing.T) {
 			got, err := n.nodes.Get("here")
 			return err == nil && cmp.Equal(want, got)
 		})
+	}
+	if got := n.Runtime(); got != "containerd" {
+		t.Errorf("the node's runtime is %q, want containerd", got)
 	}
 	select {
 	case <-n.Changed():

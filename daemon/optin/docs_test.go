@@ -5,6 +5,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/integration/docs/page"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -24,5 +25,8 @@ func TestDocumentedAnnotations(t *testing.T) {
 		known = append(known, attach.AnnotationPrefix+name)
 	}
 	slices.Sort(known)
+	if got := slices.Sorted(maps.Keys(annotations)); !slices.Equal(got, config.Annotations()) {
+		t.Errorf("the configuration knows the annotations %v, want %v", config.Annotations(), got)
+	}
 	page.Compare(t, "annotations", page.Read(t, page.Configuration).Table(t, "Annotations", "annotation"), known)
 }

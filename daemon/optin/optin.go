@@ -15,13 +15,19 @@ import (
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
-// Label is the label of a pod or a namespace that opts in ("true") or out ("false"). The pod's label takes precedence.
+// Label is the label of a pod or a namespace that opts in ("true") or out ("false"). The pod's label takes precedence,
+// unless the namespace has the value Enforced.
 const Label = attach.AnnotationPrefix + "capture"
+
+// Enforced is the value of the label of a namespace that lets no pod opt out.
+const Enforced = "enforced"
 
 // Facts are the properties of a pod on which a decision depends. They come from the API server, or, with capture.source
 // all, from the attachment, which has annotations only.
 type Facts struct {
-	Labels, NamespaceLabels, Annotations map[string]string
+	Labels, Annotations map[string]string
+	// Namespace is the setting of the pod's namespace.
+	Namespace Namespace
 	// Containers are the names of the pod's containers and init containers.
 	Containers []string
 	// Resolvers are the name servers that the pod may use, as far as they are known.
@@ -35,7 +41,9 @@ type Running struct {
 	Pod         attach.Pod
 	IPs         []netip.Addr
 	HostNetwork bool
-	Facts       Facts
+	// RuntimeClass is the name of the pod's RuntimeClass, if it has one.
+	RuntimeClass string
+	Facts        Facts
 }
 
 // ErrUnknown means that a pod's facts are not known yet, because the API server does not answer or has not seen the
@@ -70,7 +78,8 @@ func Decide(c config.Config, facts Facts, interfaces []string) (attach.Decision,
 		Ports:        c.Capture.Ports,
 	}
 	d := attach.Decision{Capture: true, Ruleset: &r, Late: c.Late, Trust: c.Trust, Reason: reason}
-	if err := annotate(&d, facts.Annotations); err != nil {
+	may := permission{allowed: c.Capture.Annotations, enforced: facts.Namespace.Value == Enforced}
+	if err := annotate(&d, facts.Annotations, may); err != nil {
 		return attach.Decision{}, err
 	}
 	if r.Other == ruleset.OtherDNS {
@@ -89,32 +98,32 @@ func Wanted(facts Facts) bool {
 	return capture && err == nil
 }
 
-// Asks reports whether labels ask for capture. A value that is neither true nor false counts, since the pod it is on
-// must not pass by mistake.
+// Asks reports whether the labels of a pod ask for capture. A value that is neither true nor false counts, since the
+// pod must not pass by mistake.
 func Asks(labels map[string]string) bool {
 	value, labelled := labels[Label]
 	return labelled && value != "false"
 }
 
 func wanted(facts Facts) (capture bool, reason string, err error) {
-	for _, object := range []struct {
-		kind   string
-		labels map[string]string
-	}{{"pod", facts.Labels}, {"namespace", facts.NamespaceLabels}} {
-		value, labelled := object.labels[Label]
-		if !labelled {
-			continue
-		}
-		if value != "true" && value != "false" {
-			return false, "", fmt.Errorf("label %s of the %s: %q: want true or false", Label, object.kind, value)
-		}
-		reason = fmt.Sprintf("label %s of the %s is %s", Label, object.kind, value)
-		if value == "true" && facts.Upstream {
-			return false, "the upstream runs in this pod", nil
-		}
-		return value == "true", reason, nil
+	kind, value, reason := "namespace", facts.Namespace.Value, facts.Namespace.Reason
+	known := []string{"true", "false", Enforced}
+	if own, labelled := facts.Labels[Label]; labelled && value != Enforced {
+		kind, value, reason, known = "pod", own, labelReason("pod", own), known[:2]
 	}
-	return false, "neither the pod nor its namespace has the label " + Label, nil
+	switch {
+	case reason == "":
+		return false, "neither the pod nor its namespace has the label " + Label, nil
+	case !slices.Contains(known, value):
+		return false, "", fmt.Errorf("label %s of the %s: %q: want %s", Label, kind, value, strings.Join(known, " or "))
+	case value != "false" && facts.Upstream:
+		return false, "the upstream runs in this pod", nil
+	}
+	return value != "false", reason, nil
+}
+
+func labelReason(kind, value string) string {
+	return fmt.Sprintf("label %s of the %s is %s", Label, kind, value)
 }
 
 // podReachable parses the upstream's address if a pod could dial it. It is the zero value for a host name and for the
@@ -204,7 +213,7 @@ var annotations = map[string]func(*attach.Decision, string) error{
 var written = []string{strings.TrimPrefix(attach.OptInAnnotation, attach.AnnotationPrefix)}
 
 // annotate applies the annotations of a pod that begin with the prefix. The error names the key and the value.
-func annotate(d *attach.Decision, podAnnotations map[string]string) error {
+func annotate(d *attach.Decision, podAnnotations map[string]string, may permission) error {
 	for _, key := range slices.Sorted(maps.Keys(podAnnotations)) {
 		name, ours := strings.CutPrefix(key, attach.AnnotationPrefix)
 		if !ours || slices.Contains(written, name) {
@@ -215,7 +224,11 @@ func annotate(d *attach.Decision, podAnnotations map[string]string) error {
 			known := slices.Sorted(maps.Keys(annotations))
 			return fmt.Errorf("annotation %s: unknown; the known ones are %s", key, strings.Join(known, ", "))
 		}
-		if err := apply(d, podAnnotations[key]); err != nil {
+		err := apply(d, podAnnotations[key])
+		if err == nil {
+			err = may.have(name, podAnnotations[key])
+		}
+		if err != nil {
 			return fmt.Errorf("annotation %s: %q: %w", key, podAnnotations[key], err)
 		}
 	}

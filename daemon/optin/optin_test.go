@@ -2,6 +2,7 @@ package optin
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
 	"strings"
 	"testing"
@@ -9,6 +10,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"k8s.io/apimachinery/pkg/labels"
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -351,29 +353,61 @@ func TestLabels(t *testing.T) {
 	t.Parallel()
 	c := conf()
 	c.Capture.Source = config.Kubernetes
-	on, off := map[string]string{Label: "true"}, map[string]string{Label: "false"}
+	labelled := func(value string) map[string]string { return map[string]string{Label: value} }
+	on, off := labelled("true"), labelled("false")
+	selector := func(team string) []labels.Selector {
+		return []labels.Selector{
+			labels.SelectorFromSet(labels.Set{"team": "none"}), labels.SelectorFromSet(labels.Set{"team": team}),
+		}
+	}
+	c.Capture.Namespaces = config.Namespaces{Selected: selector("a"), Enforced: selector("b")}
+	team := func(name string, label map[string]string) map[string]string {
+		all := map[string]string{"team": name}
+		maps.Copy(all, label)
+		return all
+	}
+	enforced := labelled(Enforced)
 	for _, tc := range []struct {
-		name    string
-		facts   Facts
-		capture bool
-		reason  string
+		name              string
+		pod, namespace    map[string]string
+		upstream, capture bool
+		reason            string
 	}{
-		{"no label", Facts{}, false, "neither the pod nor its namespace"},
-		{"pod", Facts{Labels: on}, true, "of the pod is true"},
-		{"namespace", Facts{NamespaceLabels: on}, true, "of the namespace is true"},
-		{"pod opts out", Facts{Labels: off, NamespaceLabels: on}, false, "of the pod is false"},
-		{"pod opts in", Facts{Labels: on, NamespaceLabels: off}, true, "of the pod is true"},
-		{"the upstream's own pod", Facts{NamespaceLabels: on, Upstream: true}, false, "the upstream runs in this pod"},
+		{name: "no label", reason: "neither the pod nor its namespace"},
+		{name: "pod", pod: on, capture: true, reason: "of the pod is true"},
+		{name: "namespace", namespace: on, capture: true, reason: "of the namespace is true"},
+		{name: "pod opts out", pod: off, namespace: on, reason: "of the pod is false"},
+		{name: "pod opts in", pod: on, namespace: off, capture: true, reason: "of the pod is true"},
+		{name: "the upstream's own pod", namespace: on, upstream: true, reason: "the upstream runs in this pod"},
+		{name: "enforced", namespace: enforced, capture: true, reason: "of the namespace is enforced"},
+		{name: "enforced, pod opts out", pod: off, namespace: enforced, capture: true, reason: "namespace is enforced"},
+		{name: "enforced, bad pod", pod: labelled("x"), namespace: enforced, capture: true, reason: "is enforced"},
+		{name: "enforced, upstream", namespace: enforced, upstream: true, reason: "the upstream runs in this pod"},
+		{name: "selected", namespace: team("a", nil), capture: true, reason: "namespaces.selected selects"},
+		{name: "selected, pod opts out", pod: off, namespace: team("a", nil), reason: "of the pod is false"},
+		{name: "selected, label false", namespace: team("a", off), reason: "of the namespace is false"},
+		{
+			name: "enforced by a selector", namespace: team("b", nil), capture: true,
+			reason: "namespaces.enforced selects",
+		},
+		{
+			name: "enforced by a selector, all opt out", pod: off, namespace: team("b", off), capture: true,
+			reason: "namespaces.enforced selects",
+		},
+		{name: "another team", namespace: team("c", nil), reason: "neither the pod nor its namespace"},
 	} {
-		d, err := Decide(c, tc.facts, []string{"eth0"})
+		facts := Facts{
+			Labels: tc.pod, Namespace: NamespaceOf(c.Capture.Namespaces, tc.namespace), Upstream: tc.upstream,
+		}
+		d, err := Decide(c, facts, []string{"eth0"})
 		if err != nil || d.Capture != tc.capture || (d.Ruleset != nil) != tc.capture ||
 			!strings.Contains(d.Reason, tc.reason) {
 			t.Errorf("%s: got %+v, %v; want captured %t, because %q", tc.name, d, err, tc.capture, tc.reason)
 		}
 	}
 	for _, bad := range []Facts{
-		{Labels: map[string]string{Label: "yes"}},
-		{NamespaceLabels: map[string]string{Label: ""}},
+		{Labels: labelled("yes")}, {Labels: enforced},
+		{Namespace: NamespaceOf(c.Capture.Namespaces, labelled(""))},
 		{Labels: on, Annotations: map[string]string{attach.AnnotationPrefix + "quic": "maybe"}},
 	} {
 		d, err := Decide(c, bad, []string{"eth0"})

@@ -11,6 +11,7 @@ import (
 // is none of sluice's business.
 func TestSidecars(t *testing.T) {
 	t.Parallel()
+	optedIn := NamespaceOf(config.Namespaces{}, map[string]string{Label: "true"})
 	on, off := map[string]string{Label: "true"}, map[string]string{Label: "false"}
 	istio := map[string]string{"sidecar.istio.io/status": `{"containers":["istio-proxy"]}`}
 	linkerd := map[string]string{"linkerd.io/proxy-version": "edge-25.1.1"}
@@ -32,12 +33,12 @@ func TestSidecars(t *testing.T) {
 		},
 		{
 			"Linkerd, by the annotation, in a labelled namespace", config.Kubernetes,
-			Facts{NamespaceLabels: on, Annotations: linkerd},
+			Facts{Namespace: optedIn, Annotations: linkerd},
 			[]string{"the sidecar of Linkerd (annotation linkerd.io/proxy-version)", label},
 		},
 		{
 			"Linkerd, by the container, in a labelled namespace", config.Kubernetes,
-			Facts{NamespaceLabels: on, Containers: []string{"linkerd-proxy"}},
+			Facts{Namespace: optedIn, Containers: []string{"linkerd-proxy"}},
 			[]string{"the sidecar of Linkerd (container linkerd-proxy)", label},
 		},
 		{
@@ -45,7 +46,7 @@ func TestSidecars(t *testing.T) {
 			[]string{"the sidecar of Istio", "see to it that its namespace is one of excludeNamespaces"},
 		},
 		{"only asked for", config.Kubernetes, Facts{Labels: on, Annotations: asked, Containers: []string{"app"}}, nil},
-		{"opted out", config.Kubernetes, Facts{Labels: off, NamespaceLabels: on, Annotations: istio}, nil},
+		{"opted out", config.Kubernetes, Facts{Labels: off, Namespace: optedIn, Annotations: istio}, nil},
 		{"not opted in", config.Kubernetes, Facts{Containers: []string{"istio-proxy"}}, nil},
 		{"the upstream's pod", config.Kubernetes, Facts{Labels: on, Annotations: istio, Upstream: true}, nil},
 	} {

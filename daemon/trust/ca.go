@@ -43,6 +43,16 @@ func (c ca) exists() bool { return c.fingerprints != "" }
 
 func joined(fingerprints []string) string { return strings.Join(fingerprints, " ") }
 
+// RemoveHookFiles removes the files of the hook from dir (Config.Dir). The folder that containers see stays: the
+// clients of those that run read it.
+func RemoveHookFiles(dir string) error {
+	f := caFiles{dir: dir}
+	if err := errors.Join(os.RemoveAll(f.caPEM()), os.RemoveAll(f.reports())); err != nil {
+		return fmt.Errorf("removing the files of the hook: %w", err)
+	}
+	return nil
+}
+
 // caFiles keeps the files in Dir:
 //
 //	ca.pem                  the CA, for the hook; only if there is one

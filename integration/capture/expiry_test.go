@@ -119,7 +119,7 @@ func TestDecisionEndsAHold(t *testing.T) {
 // nothingOptedIn writes the list that a daemon leaves on a node on which no namespace has opted in.
 func nothingOptedIn(t *testing.T, n *testbed.Node) {
 	t.Helper()
-	err := attach.NewOptedInFile(n.StateDir()).Write(attach.OptedIn{AsOf: time.Now(), Namespaces: []string{}})
+	err := attach.NewOptedInFile(n.DataDir()).Write(attach.OptedIn{AsOf: time.Now(), Namespaces: []string{}})
 	if err != nil {
 		t.Fatal(err)
 	}

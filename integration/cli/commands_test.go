@@ -220,7 +220,7 @@ func TestInstallRefusesUnservedVersions(t *testing.T) {
 func TestHelp(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	for _, command := range []string{"", "run", "status", "wait", "install", "uninstall"} {
+	for _, command := range []string{"", "run", "check-config", "status", "wait", "install", "uninstall"} {
 		args := append(strings.Fields(command), "--help")
 		testbed.WantMatch(t, testbed.MustSluiced(t, n, args...), `Usage:\s+sluiced`)
 	}

@@ -3,6 +3,7 @@ package cli
 import (
 	"fmt"
 	"os"
+	"strings"
 	"testing"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
@@ -70,11 +71,13 @@ func TestMalformedDaemonConfiguration(t *testing.T) {
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			out, err := n.Sluiced("run", "--config", testbed.ConfigFile(t, c.text))
-			if err == nil {
-				t.Error("the daemon ended with success")
+			for _, command := range []string{"check-config", "run"} {
+				out, err := n.Sluiced(command, "--config", testbed.ConfigFile(t, c.text))
+				if err == nil {
+					t.Errorf("%s ended with success", command)
+				}
+				testbed.WantMatch(t, out, c.names)
 			}
-			testbed.WantMatch(t, out, c.names)
 			for _, path := range []string{n.AgentSocket(), n.StateDir()} {
 				if _, err := os.Stat(path); err == nil {
 					t.Errorf("it made %s", path)
@@ -89,4 +92,39 @@ func TestMalformedDaemonConfiguration(t *testing.T) {
 		}
 		testbed.WantMatch(t, out, "/no/such/file")
 	})
+}
+
+func TestCheckConfig(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	file := testbed.ConfigFile(t, n.Config)
+	if got, want := testbed.MustSluiced(t, n, "check-config", "--config", file), file+" is valid\n"; got != want {
+		t.Errorf("a valid file: got %q, want %q", got, want)
+	}
+	for name, tc := range map[string]struct {
+		text string
+		want []string // a line each
+	}{
+		"values": {
+			"upstream: {address: 'a:1', protocol: ftp}\n" +
+				"capture: {source: all, excludePorts: [0], quic: no way}\nlog: 1",
+			[]string{
+				`capture.excludePorts: .*0`, `capture.quic: .*no way`, `log: unknown key`, `upstream.protocol: .*ftp`,
+			},
+		},
+		"keys that do not go together": {
+			"upstream: {address: 'a:1', port: 2}\ncapture: {source: all}\nlate: {taintAfter: 5m}",
+			[]string{`upstream.port: cannot be used`, `late.taintAfter: 5m0s: needs`},
+		},
+	} {
+		file := testbed.ConfigFile(t, tc.text)
+		out, err := n.Sluiced("check-config", "--config", file)
+		lines := strings.Split(strings.TrimPrefix(strings.TrimSpace(out), "sluiced: "), "\n")
+		if err == nil || len(lines) != len(tc.want) {
+			t.Fatalf("%s: got %v, %q; want an error in %d lines", name, err, lines, len(tc.want))
+		}
+		for i, want := range tc.want {
+			testbed.WantMatch(t, lines[i], "^"+file+": "+want)
+		}
+	}
 }

@@ -17,4 +17,4 @@ load sluice "$root/bin/sluice" "$root/bin/sluiced"
 load mitmproxy "$root/bin/mitmproxy/12.3.1"
 load tools
 KUBECONFIG=$root/bin/kind.kubeconfig E2E_ON_NODE="docker exec $name-control-plane sh -c" \
-	go test -count=1 -v -timeout 20m ./e2e
+	go test -count=1 -v -timeout 30m ./e2e

@@ -267,6 +267,34 @@ func TestMalformedAnnotations(t *testing.T) {
 	}
 }
 
+// TestAnnotationsThatAreNotAllowed: the configuration says which annotations a pod may have.
+func TestAnnotationsThatAreNotAllowed(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	n.Config["capture"].(map[string]any)["annotations"] = map[string]any{
+		"exclude-outbound-ports": []any{5432, "8000-8999"},
+	}
+	r := &refusing{node: n, daemon: n.StartDaemon(), pod: n.NewPod("untouched")}
+	r.before = r.pod.Rules()
+	for key, value := range map[string]string{"exclude-outbound-ports": "8080, 80", "when-late": "direct"} {
+		n.Annotated(map[string]string{"sluice.dev/" + key: value})(r.pod)
+		err := r.pod.Add()
+		testbed.WantCNIError(t, err, 100, "sluice.dev/"+key)
+		testbed.WantCNIError(t, err, 100, "the configuration (capture.annotations) does not allow")
+		if err := r.pod.Del(); err != nil {
+			t.Errorf("DEL: %s", testbed.Describe(err))
+		}
+		r.wantUntouched(t)
+	}
+	n.Annotated(map[string]string{"sluice.dev/exclude-outbound-ports": "8080"})(r.pod)
+	if err := r.pod.Add(); err != nil {
+		t.Fatal(testbed.Describe(err))
+	}
+	if rules := r.pod.Rules(); !strings.Contains(rules, "8080") {
+		t.Errorf("the port is not excluded:\n%s", rules)
+	}
+}
+
 func TestMalformedRequests(t *testing.T) {
 	t.Parallel()
 	r := newRefusing(t)

@@ -117,7 +117,7 @@ func TestLimitOfAHold(t *testing.T) {
 	const limit = 90 * time.Second
 	list := func(namespaces ...string) func(*testing.T, *testbed.Node) {
 		return func(t *testing.T, n *testbed.Node) {
-			err := attach.NewOptedInFile(n.StateDir()).Write(attach.OptedIn{AsOf: time.Now(), Namespaces: namespaces})
+			err := attach.NewOptedInFile(n.DataDir()).Write(attach.OptedIn{AsOf: time.Now(), Namespaces: namespaces})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -125,7 +125,7 @@ func TestLimitOfAHold(t *testing.T) {
 	}
 	damaged := func(t *testing.T, n *testbed.Node) {
 		list()(t, n)
-		file := string(attach.NewOptedInFile(n.StateDir()))
+		file := string(attach.NewOptedInFile(n.DataDir()))
 		if err := os.WriteFile(file, []byte(`{"namespaces":[]}`), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -177,7 +177,7 @@ func TestLimitOfAHold(t *testing.T) {
 func TestSecondAddDoesNotHoldLonger(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
-	err := attach.NewOptedInFile(n.StateDir()).Write(attach.OptedIn{AsOf: time.Now(), Namespaces: []string{}})
+	err := attach.NewOptedInFile(n.DataDir()).Write(attach.OptedIn{AsOf: time.Now(), Namespaces: []string{}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -188,5 +188,32 @@ func TestSecondAddDoesNotHoldLonger(t *testing.T) {
 	after := n.Records()
 	if len(before) != 1 || len(after) != 1 || !after[0].Installed.Expires.Equal(before[0].Installed.Expires) {
 		t.Errorf("recorded: %s; want the time of the first ADD: %s", testbed.JSON(after), testbed.JSON(before))
+	}
+}
+
+// TestAddAfterUninstallation: a runtime that has read the network configuration before the uninstallation, or a program
+// that brings the entry back, still calls the plugin. No daemon will come to release the pod.
+func TestAddAfterUninstallation(t *testing.T) {
+	t.Parallel()
+	for _, onDaemonDown := range []string{"hold", "fail"} {
+		n := testbed.New(t)
+		n.Plugin["onDaemonDown"] = onDaemonDown
+		serveWeb(n)
+		d := n.StartDaemon()
+		captured := n.AddPod("captured-" + onDaemonDown)
+		testbed.WantCaller(t, captured.Host, testbed.Web, testbed.NodeIPv4)
+		mark := attach.UninstalledMark(n.StateDir())
+		if err := os.WriteFile(mark, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		pod := n.AddPod("asked-" + onDaemonDown)
+		testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4) // the daemon that runs decides
+		d.Stop()
+		late := n.AddPod("late-" + onDaemonDown)
+		testbed.WantCaller(t, late.Host, testbed.Web, late.IPv4)
+		if err := late.Del(); err != nil {
+			t.Errorf("DEL: %s", testbed.Describe(err))
+		}
+		testbed.WantNoTraces(t, n, late.Host)
 	}
 }

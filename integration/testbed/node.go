@@ -76,13 +76,16 @@ func NewNode(tb TB, binaries string) *Node {
 		Host: NewHost(tb, "node"), World: NewHost(tb, "world"), Dir: tb.TempDir(),
 		CNIVersion: "1.0.0", LogLevel: "DEBUG", bin: binaries,
 	}
-	n.Plugin = map[string]any{"type": "sluice", "agentSocket": n.AgentSocket(), "stateDir": n.StateDir()}
+	n.Plugin = map[string]any{
+		"type": "sluice", "agentSocket": n.AgentSocket(), "stateDir": n.StateDir(), "dataDir": n.DataDir(),
+	}
 	n.Config = map[string]any{
 		"upstream":       map[string]any{"address": ProxyAddress, "protocol": "connect"},
 		"capture":        map[string]any{"source": "all"},
 		"agentSocket":    n.AgentSocket(),
 		"proxySocket":    n.ProxySocket(),
 		"stateDir":       n.StateDir(),
+		"dataDir":        n.DataDir(),
 		"metricsAddress": "",
 	}
 	// Without one, CNIConfig makes an Exec at its first call, which is a race between pods that are added at the same
@@ -134,6 +137,9 @@ func (n *Node) ProxySocket() string { return filepath.Join(n.Dir, "proxy.sock") 
 
 // StateDir is where attachments are recorded.
 func (n *Node) StateDir() string { return filepath.Join(n.Dir, "state") }
+
+// DataDir is where the files are that outlive the boot.
+func (n *Node) DataDir() string { return filepath.Join(n.Dir, "data") }
 
 // binDir is where the daemon installs the plugin.
 func (n *Node) binDir() string { return filepath.Join(n.Dir, "cni-bin") }

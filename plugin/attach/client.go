@@ -17,6 +17,7 @@ import (
 const (
 	DefaultSocket   = "/run/sluice/agent.sock"
 	DefaultStateDir = "/run/sluice"
+	DefaultDataDir  = "/var/lib/sluice"
 
 	PathAttachments = "/v1/attachments" // POST attach, GET list, DELETE …/{containerID}/{ifName} detach
 	PathStatus      = "/v1/status"      // GET

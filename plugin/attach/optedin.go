@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"slices"
 	"time"
+
+	"github.com/sluice-cni/sluice/plugin/files"
 )
 
 // OptedIn lists the namespaces in which the daemon has seen a pod or the namespace itself opt in, for the time in which
@@ -21,12 +23,12 @@ type OptedIn struct {
 // Has reports whether a namespace is on the list.
 func (o OptedIn) Has(namespace string) bool { return slices.Contains(o.Namespaces, namespace) }
 
-// OptedInFile is the file of the list.
+// OptedInFile is the file of the list. It outlives the boot, because pods start before the daemon does.
 type OptedInFile string
 
-// NewOptedInFile returns the file under stateDir.
-func NewOptedInFile(stateDir string) OptedInFile {
-	return OptedInFile(filepath.Join(stateDir, "opted-in.json"))
+// NewOptedInFile returns the file under dataDir.
+func NewOptedInFile(dataDir string) OptedInFile {
+	return OptedInFile(filepath.Join(dataDir, "opted-in.json"))
 }
 
 // Read returns the list. A list without a time is an error: it is not the daemon's.
@@ -45,18 +47,15 @@ func (f OptedInFile) Read() (OptedIn, error) {
 	return o, nil
 }
 
-// Write replaces the list. A reader finds the old list or the new one. Only one process writes at a time.
+// Write replaces the list. A reader finds the old list or the new one, after a power loss or with a full disk too. Only
+// one process writes at a time.
 func (f OptedInFile) Write(o OptedIn) error {
 	data, err := json.Marshal(o)
-	if err != nil {
-		return err
-	}
-	tmp := string(f) + ".tmp"
-	if err = os.MkdirAll(filepath.Dir(tmp), 0o755); err == nil {
-		err = os.WriteFile(tmp, data, 0o600)
+	if err == nil {
+		err = os.MkdirAll(filepath.Dir(string(f)), 0o755)
 	}
 	if err == nil {
-		err = os.Rename(tmp, string(f))
+		err = files.ReplaceSynced(string(f), data, 0o600)
 	}
 	if err != nil {
 		return fmt.Errorf("writing the namespaces that opted in: %w", err)

@@ -9,9 +9,28 @@ import (
 type Status struct {
 	// NotReady says why the daemon does not serve fully yet: the plugin is not installed, or the API server
 	// has not answered. It is empty if the daemon is ready.
-	NotReady    string             `json:"notReady,omitempty"`
+	NotReady string `json:"notReady,omitempty"`
+	// Contested says that another program keeps undoing the plugin's installation. It is zero while none does.
+	Contested   Contest            `json:"contested,omitzero"`
 	Upstream    UpstreamStatus     `json:"upstream"`
 	Attachments []AttachmentStatus `json:"attachments"`
+	// Uncaptured are the pods of this node that opted in and are not captured.
+	Uncaptured []UncapturedPod `json:"uncaptured,omitempty"`
+}
+
+// Contest says that another program keeps undoing the plugin's installation.
+type Contest struct {
+	// Since is the time at which it was noticed.
+	Since time.Time `json:"since"`
+	// Reason names the file, the likely program, and the remedy.
+	Reason string `json:"reason"`
+}
+
+// UncapturedPod is a running pod that opted in and is not captured.
+type UncapturedPod struct {
+	// Pod is Pod.String.
+	Pod    string `json:"pod"`
+	Reason string `json:"reason"`
 }
 
 // UpstreamStatus is the status of the upstream.

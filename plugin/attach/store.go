@@ -101,6 +101,18 @@ func (s Store) Remove(id ID) error {
 	return nil
 }
 
+// RemovePassed deletes the records of attachments that are not captured and have no rules.
+func (s Store) RemovePassed() error {
+	records, err := s.List()
+	errs := []error{err}
+	for _, r := range records {
+		if r.State == Passed && r.Installed == nil {
+			errs = append(errs, s.Remove(r.ID))
+		}
+	}
+	return errors.Join(errs...)
+}
+
 // settling is the time after a change in which another change may leave the directory's mtime the same: the kernel's
 // clock for files advances in ticks.
 const settling = 50 * time.Millisecond

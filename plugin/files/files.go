@@ -12,7 +12,7 @@ import (
 
 // Replace writes a file of this mode by rename, so that each reader sees either the old content or the new one. The
 // pattern is the path of the temporary file, on the same file system, with a "*" for a random part; a writer that is
-// killed leaves it. The file is not synced: none of sluice's own is of use after a reboot.
+// killed leaves it. The file is not synced: it must be of no use after a reboot.
 func Replace(path string, data []byte, mode fs.FileMode, pattern string) error {
 	temp, err := os.CreateTemp(filepath.Dir(pattern), filepath.Base(pattern))
 	if err != nil {
@@ -27,6 +27,31 @@ func Replace(path string, data []byte, mode fs.FileMode, pattern string) error {
 		return errors.Join(err, os.Remove(temp.Name()))
 	}
 	return nil
+}
+
+// ReplaceSynced is Replace for a file that outlives the boot: each reader sees the old content or the new one after a
+// power loss too. Only one process writes the file at a time. A writer that is killed leaves a file that the next one
+// overwrites.
+func ReplaceSynced(path string, data []byte, mode fs.FileMode) error {
+	temp, err := os.OpenFile(path+".tmp", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, mode)
+	if err != nil {
+		return err
+	}
+	_, err = temp.Write(data)
+	if err == nil {
+		err = temp.Sync()
+	}
+	if err = errors.Join(err, temp.Close()); err == nil {
+		err = os.Rename(temp.Name(), path)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(temp.Name())) // a full disk gets its space back
+	}
+	dir, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
 }
 
 // ReadBounded reads a file that has at most limit bytes. A larger one is an error.

@@ -34,6 +34,32 @@ func TestReplace(t *testing.T) {
 	}
 }
 
+// TestReplaceSynced also after a writer was killed, which leaves its temporary file.
+func TestReplaceSynced(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	path := filepath.Join(dir, "file")
+	if err := os.WriteFile(path+".tmp", []byte("half of a much longer text"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, content := range []string{"first", "the second"} {
+		if err := files.ReplaceSynced(path, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		got, err := files.ReadBounded(path, int64(len(content)))
+		if err != nil || string(got) != content {
+			t.Errorf("read %q, %v; want %q", got, err, content)
+		}
+	}
+	if err := files.ReplaceSynced(filepath.Join(dir, "missing", "file"), nil, 0o600); err == nil {
+		t.Error("replaced a file in a folder that does not exist")
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil || len(entries) != 1 {
+		t.Errorf("left %v, %v; want the file alone", entries, err)
+	}
+}
+
 func TestReadBounded(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "file")

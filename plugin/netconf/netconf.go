@@ -49,6 +49,8 @@ type Conf struct {
 	AgentSocket string `json:"agentSocket"`
 	// StateDir is the directory of the attachment records.
 	StateDir string `json:"stateDir"`
+	// DataDir is the directory of the files that outlive the boot.
+	DataDir string `json:"dataDir"`
 	// IncludeNamespaces, if not empty, are the only namespaces in which sluice asks the daemon about pods.
 	IncludeNamespaces []string `json:"includeNamespaces"`
 	// ExcludeNamespaces are namespaces in which sluice lets pods pass without asking.
@@ -75,8 +77,8 @@ type Conf struct {
 
 // ownKeys are the keys of sluice's entry.
 var ownKeys = []string{
-	"agentSocket", "stateDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "optIn", "provisionalFor",
-	"backend", "statusNeedsUpstream",
+	"agentSocket", "stateDir", "dataDir", "includeNamespaces", "excludeNamespaces", "onDaemonDown", "optIn",
+	"provisionalFor", "backend", "statusNeedsUpstream",
 }
 
 // specKeys are the keys that the CNI spec defines for every plugin. It also reserves every key under cni.dev/.
@@ -144,6 +146,7 @@ func parseObject(stdin []byte) (*Conf, error) {
 	c := &Conf{
 		AgentSocket:       attach.DefaultSocket,
 		StateDir:          attach.DefaultStateDir,
+		DataDir:           attach.DefaultDataDir,
 		ExcludeNamespaces: []string{"kube-system", "sluice-system"},
 		OnDaemonDown:      Hold,
 		OptIn:             OptInDaemon,
@@ -200,7 +203,9 @@ func (c *Conf) Validate() error {
 			return fmt.Errorf("unknown key %q; the keys of a sluice entry are %s", key, strings.Join(ownKeys, ", "))
 		}
 	}
-	for _, p := range []struct{ key, path string }{{"agentSocket", c.AgentSocket}, {"stateDir", c.StateDir}} {
+	for _, p := range []struct{ key, path string }{
+		{"agentSocket", c.AgentSocket}, {"stateDir", c.StateDir}, {"dataDir", c.DataDir},
+	} {
 		if !filepath.IsAbs(p.path) {
 			return fmt.Errorf("%s: %q is not an absolute path", p.key, p.path)
 		}

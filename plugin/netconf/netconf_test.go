@@ -20,12 +20,12 @@ func TestParseFillsInDefaults(t *testing.T) {
 			t.Errorf("Validate of %s: %v", stdin, err)
 		}
 		got := map[string]any{
-			"agentSocket": c.AgentSocket, "stateDir": c.StateDir,
+			"agentSocket": c.AgentSocket, "stateDir": c.StateDir, "dataDir": c.DataDir,
 			"onDaemonDown": c.OnDaemonDown, "backend": c.Backend,
 			"includeNamespaces": c.IncludeNamespaces, "excludeNamespaces": c.ExcludeNamespaces,
 		}
 		want := map[string]any{
-			"agentSocket": "/run/sluice/agent.sock", "stateDir": "/run/sluice",
+			"agentSocket": "/run/sluice/agent.sock", "stateDir": "/run/sluice", "dataDir": "/var/lib/sluice",
 			"onDaemonDown": "hold", "backend": "auto",
 			"includeNamespaces": []string(nil), "excludeNamespaces": []string{"kube-system", "sluice-system"},
 		}
@@ -45,7 +45,8 @@ func TestParseTakesEveryKey(t *testing.T) {
 		"cni.dev/attachments": [], "cni.dev/valid-attachments": [{"containerID": "c1", "ifname": "eth0"}],
 		"cni.dev/unknown": 1,
 		"runtimeConfig": {"io.kubernetes.cri.pod-annotations": {"sluice.dev/quic": "allow"}, "portMappings": []},
-		"agentSocket": "/s", "stateDir": "/d", "includeNamespaces": ["a"], "excludeNamespaces": [],
+		"agentSocket": "/s", "stateDir": "/d", "dataDir": "/l",
+		"includeNamespaces": ["a"], "excludeNamespaces": [],
 		"onDaemonDown": "fail", "backend": "nftables", "statusNeedsUpstream": true}`))
 	if err != nil {
 		t.Fatal(err)
@@ -54,10 +55,10 @@ func TestParseTakesEveryKey(t *testing.T) {
 		t.Errorf("Validate: %v", err)
 	}
 	got := []any{
-		c.AgentSocket, c.StateDir, c.IncludeNamespaces, c.ExcludeNamespaces, c.OnDaemonDown, c.Backend,
+		c.AgentSocket, c.StateDir, c.DataDir, c.IncludeNamespaces, c.ExcludeNamespaces, c.OnDaemonDown, c.Backend,
 		c.StatusNeedsUpstream, c.Name, len(c.ValidAttachments),
 	}
-	want := []any{"/s", "/d", []string{"a"}, []string{}, "fail", "nftables", true, "pods", 1}
+	want := []any{"/s", "/d", "/l", []string{"a"}, []string{}, "fail", "nftables", true, "pods", 1}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
@@ -147,12 +148,13 @@ func TestValidateErrors(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct{ stdin, want string }{
 		{`{"agentsocket": "/s"}`, `unknown key "agentsocket"`},
-		{`{"typo": 1}`, `unknown key "typo"; the keys of a sluice entry are agentSocket, stateDir, ` +
+		{`{"typo": 1}`, `unknown key "typo"; the keys of a sluice entry are agentSocket, stateDir, dataDir, ` +
 			`includeNamespaces, excludeNamespaces, onDaemonDown, optIn, provisionalFor, backend, statusNeedsUpstream`},
 		{`{"zzz": 1, "aaa": 1}`, `unknown key "aaa"`},
 		{`{"cni.dev": 1}`, `unknown key "cni.dev"`},
 		{`{"agentSocket": ""}`, `agentSocket: "" is not an absolute path`},
 		{`{"agentSocket": "run/agent.sock"}`, `agentSocket: "run/agent.sock" is not an absolute path`},
+		{`{"dataDir": "data"}`, `dataDir: "data" is not an absolute path`},
 		{`{"stateDir": "."}`, `stateDir: "." is not an absolute path`},
 		{`{"onDaemonDown": "queue"}`, `onDaemonDown: "queue" is not one of hold, fail`},
 		{`{"provisionalFor": "2"}`, `provisionalFor: "2" is not a duration`},

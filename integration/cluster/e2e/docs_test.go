@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -125,6 +126,8 @@ func runOnCluster(ctx context.Context, t *testing.T, page, commands, server stri
 	shell.Dir = dir
 	// The node of integration/cluster has its kubectl beside the kubeconfig.
 	shell.Env = append(os.Environ(), "PATH="+filepath.Dir(os.Getenv("KUBECONFIG"))+":"+os.Getenv("PATH"))
+	shell.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	shell.Cancel = func() error { return syscall.Kill(-shell.Process.Pid, syscall.SIGKILL) } // a command that waits too
 	out, err := shell.CombinedOutput()
 	if err != nil {
 		t.Fatalf("%s: the commands fail: %v\n%s", page, err, out)
@@ -151,7 +154,9 @@ func copyDeployed(dir string) error {
 		if err != nil {
 			return err
 		}
-		version := strings.NewReplacer("appVersion: 0.1.0", "appVersion: e2e") // the tag of the chart's image
-		return os.WriteFile(to, []byte(version.Replace(images.Replace(string(text)))), info.Mode())
+		image := strings.NewReplacer( // of the chart
+			"repository: localhost/sluice", "repository: sluice", "appVersion: 0.1.0", "appVersion: e2e",
+		)
+		return os.WriteFile(to, []byte(image.Replace(images.Replace(string(text)))), info.Mode())
 	})
 }

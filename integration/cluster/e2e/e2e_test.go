@@ -188,8 +188,7 @@ func rollout(ctx context.Context, t *testing.T, c *envconf.Config) {
 }
 
 func withoutDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
-	placeDaemonSet(ctx, t, c, system, "sluice", false)
-	waitForNoDaemon(ctx, t, c)
+	stopDaemon(ctx, t, c)
 	atServer, atProxy := serverRequests(ctx, t, c), proxyRequests(ctx, t, c)
 	script := "wget -q -O- " + urls(ctx, t, c)[0] + " && echo complete && sleep 86400"
 	for name, labels := range map[string]map[string]string{"early": capture, "early-plain": nil} {
@@ -201,7 +200,7 @@ func withoutDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
 	if got := serverRequests(ctx, t, c); got != atServer {
 		t.Errorf("%d requests left the pods before the daemon knew the labels", got-atServer)
 	}
-	placeDaemonSet(ctx, t, c, system, "sluice", true)
+	setDaemonImage(ctx, t, c, "sluice:e2e")
 	for _, name := range []string{"early", "early-plain"} {
 		waitFor(ctx, t, name+" completes its request", func() (bool, error) {
 			return strings.Contains(logs(ctx, t, c, namespace, name), "complete"), nil
@@ -233,6 +232,8 @@ func daemonRole(ctx context.Context, t *testing.T, c *envconf.Config) {
 		{"patch", "pods", false}, {"delete", "pods", false}, {"create", "pods", false},
 		{"get", "secrets", false}, {"list", "configmaps", false},
 		{"get", "services", false}, {"patch", "namespaces", false},
+		{"list", "daemonsets.apps", true}, {"watch", "daemonsets.apps", true}, {"get", "daemonsets.apps", false},
+		{"patch", "daemonsets.apps", false}, {"delete", "daemonsets.apps", false},
 		{"list", "nodes", true}, {"watch", "nodes", true}, {"patch", "nodes", true},
 		{"patch", "nodes/status", false},
 		{"update", "nodes", false}, {"delete", "nodes", false}, {"create", "nodes", false}, {"get", "nodes", false},
@@ -245,6 +246,10 @@ func daemonRole(ctx context.Context, t *testing.T, c *envconf.Config) {
 				Verb: can.verb, Resource: resource, Subresource: subresource,
 			},
 		}}
+		if name, group, ok := strings.Cut(resource, "."); ok { // the role is for the one object
+			review.Spec.ResourceAttributes.Resource, review.Spec.ResourceAttributes.Group = name, group
+			review.Spec.ResourceAttributes.Namespace, review.Spec.ResourceAttributes.Name = system, "sluice"
+		}
 		got, err := k.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
 		must(t, err)
 		if got.Status.Allowed != can.want {

@@ -11,15 +11,14 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/kubernetes"
-	"sigs.k8s.io/e2e-framework/klient/k8s/resources"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
 // attached is the attachment of one pod in the daemon's status.
 type attached struct {
-	Pod, State, Backend, Trust string
-	Waiting                    int
-	Notes                      []string
+	Pod, State, Backend, Trust, Netns string
+	Waiting                           int
+	Notes                             []string
 }
 
 // attachment returns the attachment of a pod, given as namespace/name. It is empty if the daemon knows none.
@@ -165,13 +164,3 @@ func hasEventIn(ctx context.Context, c *envconf.Config, namespace, name, reason,
 
 // daemonPods selects the daemon's pods in the namespace system.
 const daemonPods = "app.kubernetes.io/name=sluice"
-
-// waitForNoDaemon waits until the daemon has ended.
-func waitForNoDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
-	t.Helper()
-	waitFor(ctx, t, "the daemon has ended", func() (bool, error) {
-		var pods corev1.PodList
-		err := client(c).WithNamespace(system).List(ctx, &pods, resources.WithLabelSelector(daemonPods))
-		return len(pods.Items) == 0, err
-	})
-}

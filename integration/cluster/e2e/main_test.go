@@ -46,7 +46,7 @@ const addonArgument = "- --scripts=/etc/sluice/sluice.py"
 // images replaces the images in the manifests by the ones that the tests have built, and makes the proxy record its
 // flows.
 var images = strings.NewReplacer(
-	"image: sluice:0.1.0", "image: sluice:e2e",
+	"image: localhost/sluice:0.1.0", "image: sluice:e2e",
 	"image: mitmproxy/mitmproxy:12.3.1", "image: mitmproxy:e2e",
 	"image: busybox:1.36", "image: tools:e2e",
 	addonArgument, addonArgument+"\n            - --save-stream-file="+flowFile,

@@ -9,7 +9,11 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/e2e-framework/klient/k8s"
+	"sigs.k8s.io/e2e-framework/klient/k8s/resources"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
@@ -124,7 +128,7 @@ func TestOptIn(t *testing.T) {
 			must(t, deleteNamespace(ctx, c, ns))
 		}
 		waitFor(ctx, t, "the daemon has written the list again", func() (bool, error) {
-			text, err := node(ctx, "cat /run/sluice/opted-in.json")
+			text, err := node(ctx, "cat /var/lib/sluice/opted-in.json")
 			return !strings.Contains(text, "opt-in-"), err
 		})
 	})
@@ -243,21 +247,52 @@ func (p optInPod) object(run int, url, dir string) *corev1.Pod {
 	return o
 }
 
-// stopDaemon ends the daemon as a change of its nodeSelector does.
+// missingImage is the name of an image that the node does not have.
+const missingImage = "localhost/missing:e2e"
+
+// stopDaemon deletes the daemon's pod. Its successor does not start, because its image is missing. So sluice stays
+// installed.
 func stopDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
-	placeDaemonSet(ctx, t, c, system, "sluice", false)
-	waitForNoDaemon(ctx, t, c)
+	t.Helper()
+	setDaemonImage(ctx, t, c, missingImage)
+	waitFor(ctx, t, "no daemon runs", func() (bool, error) {
+		var pods corev1.PodList
+		err := client(c).WithNamespace(system).List(ctx, &pods, resources.WithLabelSelector(daemonPods))
+		if err != nil {
+			return false, err
+		}
+		ended := true
+		for _, p := range pods.Items {
+			if p.Spec.Containers[0].Image == missingImage {
+				continue
+			}
+			ended = false
+			if err := client(c).Delete(ctx, &p); err != nil && !apierrors.IsNotFound(err) {
+				return false, err
+			}
+		}
+		return ended, nil
+	})
 }
 
 func startDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
-	placeDaemonSet(ctx, t, c, system, "sluice", true)
+	t.Helper()
+	setDaemonImage(ctx, t, c, "sluice:e2e")
 	waitForRollout(ctx, t, c, system, "sluice")
+}
+
+func setDaemonImage(ctx context.Context, t *testing.T, c *envconf.Config, image string) {
+	t.Helper()
+	patch := fmt.Sprintf(`{"spec":{"template":{"spec":{"containers":[{"name":"sluiced","image":%q}]}}}}`, image)
+	must(t, client(c).Patch(ctx, daemonSet(system, "sluice"), k8s.Patch{
+		PatchType: types.StrategicMergePatchType, Data: []byte(patch),
+	}))
 }
 
 // forgetDaemon leaves the node as an installation of the plugin does whose daemon has not run yet.
 func forgetDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
 	stopDaemon(ctx, t, c)
-	_, err := node(ctx, "rm /run/sluice/opted-in.json")
+	_, err := node(ctx, "rm /var/lib/sluice/opted-in.json")
 	must(t, err)
 }
 

@@ -69,16 +69,16 @@ func debug(ctx context.Context, t *testing.T, c *envconf.Config, pod, name strin
 	like := p.Spec.Containers[0]
 	p.Spec.EphemeralContainers = append(p.Spec.EphemeralContainers, corev1.EphemeralContainer{
 		EphemeralContainerCommon: corev1.EphemeralContainerCommon{
-			Name: name, Image: like.Image, ImagePullPolicy: like.ImagePullPolicy, Command: like.Command, Args: like.Args,
+			Name: name, Image: like.Image, ImagePullPolicy: like.ImagePullPolicy,
+			Command: like.Command, Args: like.Args,
 		},
 	})
 	_, err = pods.UpdateEphemeralContainers(ctx, pod, p, metav1.UpdateOptions{})
 	must(t, err)
 	waitFor(ctx, t, name+" runs", func() (bool, error) {
 		p, err := pods.Get(ctx, pod, metav1.GetOptions{})
-		return err == nil && slices.ContainsFunc(p.Status.EphemeralContainerStatuses, func(s corev1.ContainerStatus) bool {
-			return s.Name == name && s.State.Running != nil
-		}), err
+		started := func(s corev1.ContainerStatus) bool { return s.Name == name && s.State.Running != nil }
+		return err == nil && slices.ContainsFunc(p.Status.EphemeralContainerStatuses, started), err
 	})
 }
 

@@ -18,6 +18,12 @@ func render(ctx context.Context, t *testing.T, values ...string) string {
 	for _, v := range values {
 		args = append(args, "--set", v)
 	}
+	return renderChart(ctx, t, args...)
+}
+
+// renderChart renders the manifests with arguments for `helm template`.
+func renderChart(ctx context.Context, t *testing.T, args ...string) string {
+	t.Helper()
 	command := exec.CommandContext(ctx, filepath.Join(deployed, "render.sh"), args...)
 	command.Stderr = os.Stderr
 	out, err := command.Output()
