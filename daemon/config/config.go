@@ -120,6 +120,8 @@ type Capture struct {
 	Other string
 	// Ports are the ports in pods to which connections are redirected.
 	Ports ruleset.Ports
+	// ToNode (nodeAddresses: allow) carries connections to addresses that mean the node, which are refused otherwise.
+	ToNode bool
 }
 
 // Source is the value of capture.source: it selects the orchestrator that decides which attachments are captured.
@@ -263,18 +265,22 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		"capture.other":          text(&c.Capture.Other, oneOf(ruleset.Others)),
 		"capture.ports.outbound": text(&c.Capture.Ports.Outbound, port),
 		"capture.ports.inbound":  text(&c.Capture.Ports.Inbound, port),
-		"trust.ca":               text(&c.Trust.CA, TrustCA),
-		"trust.tls":              text(&c.Trust.TLS, TLSPolicy),
-		"trust.nested":           text(&c.Trust.Nested, TLSPolicy),
-		"trust.caFile":           text(&c.CAFile, absolute),
-		"trust.nriSocket":        text(&c.NRISocket, absolute),
-		"late.policy":            text(&c.Late.Policy, LatePolicy),
-		"late.timeout":           text(&c.Late.Timeout, Timeout),
-		"late.taintAfter":        text(&c.TaintAfter, Timeout),
-		"agentSocket":            text(&c.AgentSocket, absolute),
-		"proxySocket":            text(&c.ProxySocket, absolute),
-		"stateDir":               text(&c.StateDir, absolute),
-		"metricsAddress":         text(&c.MetricsAddress, optional(hostPort)),
+		"capture.nodeAddresses": text(&c.Capture.ToNode, func(s string) (bool, error) {
+			_, err := oneOf([]string{"refuse", "allow"})(s)
+			return s == "allow", err
+		}),
+		"trust.ca":        text(&c.Trust.CA, TrustCA),
+		"trust.tls":       text(&c.Trust.TLS, TLSPolicy),
+		"trust.nested":    text(&c.Trust.Nested, TLSPolicy),
+		"trust.caFile":    text(&c.CAFile, absolute),
+		"trust.nriSocket": text(&c.NRISocket, absolute),
+		"late.policy":     text(&c.Late.Policy, LatePolicy),
+		"late.timeout":    text(&c.Late.Timeout, Timeout),
+		"late.taintAfter": text(&c.TaintAfter, Timeout),
+		"agentSocket":     text(&c.AgentSocket, absolute),
+		"proxySocket":     text(&c.ProxySocket, absolute),
+		"stateDir":        text(&c.StateDir, absolute),
+		"metricsAddress":  text(&c.MetricsAddress, optional(hostPort)),
 	}
 }
 
