@@ -15,6 +15,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/agent"
 	"github.com/sluice-cni/sluice/daemon/api"
+	"github.com/sluice-cni/sluice/daemon/captured"
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/install"
@@ -212,7 +213,7 @@ func (d daemon) build() (p parts, err error) {
 	status, accept, proxyReturn := d.upstream(&p)
 	table := endpoint.NewTable(func(s endpoint.Served) endpoint.Acceptor {
 		return trusting{accept(s, func() attach.PodTrust { return p.trust.of(s.Records()) }), s.Pod, p.trust}
-	}, d.log)
+	}, captured.Policy{Node: d.conf.Capture.ToNode}, d.log)
 	orchestrator := newOrchestrator(decider{
 		conf: d.conf, resolvers: d.findResolvers(resolvConf), proxies: p.hub.Addresses,
 	}, p.node, d.excluded)

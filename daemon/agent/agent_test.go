@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/sluice-cni/sluice/daemon/captured"
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/optin"
@@ -47,7 +48,8 @@ func newAgentFor(t *testing.T, o *fakeOrchestrator) *testAgent {
 	up := upstream.New(config.Upstream{Address: "127.0.0.1:1", Protocol: config.Connect}, nil, log)
 	store := attach.NewStore(state)
 	r := relay.New(up, log)
-	table := endpoint.NewTable(func(s endpoint.Served) endpoint.Acceptor { return r.For(s, noTrust) }, log)
+	table := endpoint.NewTable(func(s endpoint.Served) endpoint.Acceptor { return r.For(s, noTrust) },
+		captured.Policy{}, log)
 	a := New(Config{Orchestrator: o, Store: store, Upstream: up, Table: table, Log: log})
 	t.Cleanup(func() {
 		ctx, cancel := context.WithCancel(context.Background())

@@ -31,9 +31,16 @@ type Conn struct {
 // for its answer. A connection that was closed later is to be served: its data may be all that the app wanted to send.
 var ErrGone = errors.New("the app has given up the connection")
 
+// Policy says where captured connections may go.
+type Policy struct {
+	// Node lets them go to the node's own addresses, and to the services that clouds have for nodes at addresses that
+	// are not link-local.
+	Node bool
+}
+
 // New describes a connection that was accepted at listener l of g. The error says why the connection must not be
 // carried on. The Conn is then as complete as it could be made, for the log.
-func New(g *gate.Gate, l *gate.Listener, conn *net.TCPConn) (Conn, error) {
+func New(g *gate.Gate, l *gate.Listener, conn *net.TCPConn, p Policy) (Conn, error) {
 	c := Conn{TCPConn: conn, Inbound: l.Inbound, gate: g}
 	peer, ok := conn.RemoteAddr().(*net.TCPAddr)
 	if !ok || socket.IsReset(conn) { // one that was reset before it was accepted has no peer
@@ -48,10 +55,13 @@ func New(g *gate.Gate, l *gate.Listener, conn *net.TCPConn) (Conn, error) {
 	if err := c.Gone(); err != nil {
 		return c, err
 	}
-	if err := permitted(c.Destination); err != nil || !c.Inbound {
+	if err := permitted(c.Destination); err != nil {
 		return c, err
 	}
-	return c, notFromNode(c.Destination, c.Source)
+	if c.Inbound {
+		return c, notFromNode(c.Destination, c.Source)
+	}
+	return c, p.toNode(c.Destination)
 }
 
 // Gone returns ErrGone if the app has given up the connection, and nil otherwise. It is called before the first byte is
@@ -85,6 +95,26 @@ func permitted(dst netip.AddrPort) error {
 		return errors.New("the destination is a metadata service: the node would ask it under its own identity")
 	}
 	return nil
+}
+
+// nodeServices are addresses of cloud services that trust the node that asks: Azure's and Alibaba's.
+var nodeServices = []netip.Addr{netip.MustParseAddr("168.63.129.16"), netip.MustParseAddr("100.100.100.200")}
+
+// toNode refuses destinations that mean the node: a proxy on the node's network reaches them as the node itself, and
+// those of the node through its loopback, past the rules for packets from outside.
+func (p Policy) toNode(dst netip.AddrPort) error {
+	if p.Node {
+		return nil
+	}
+	a := dst.Addr().Unmap()
+	if slices.Contains(nodeServices, a) {
+		return errors.New("the destination is a cloud's service for nodes: the node would ask it under its own identity")
+	}
+	local, err := netns.IsLocal(a)
+	if err == nil && local {
+		err = errors.New("the destination is this node's own: the proxy would reach it through the node's loopback")
+	}
+	return err
 }
 
 // notFromNode refuses an inbound connection that this node has made to the pod, most likely for the upstream: relayed,

@@ -2,8 +2,13 @@ package captured
 
 import (
 	"net/netip"
+	"os"
 	"testing"
+
+	"github.com/sluice-cni/sluice/integration/testbed"
 )
+
+func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
 
 func TestPermittedRefusesAddressesOfTheNode(t *testing.T) {
 	t.Parallel()
@@ -19,5 +24,40 @@ func TestPermittedRefusesAddressesOfTheNode(t *testing.T) {
 		if err := permitted(netip.AddrPortFrom(netip.MustParseAddr(address), 80)); (err == nil) != want {
 			t.Errorf("%s: got %v, want permitted %t", address, err, want)
 		}
+	}
+}
+
+// TestToNodeRefusesAddressesThatMeanTheNode, unless the policy lets connections go there.
+func TestToNodeRefusesAddressesThatMeanTheNode(t *testing.T) {
+	t.Parallel()
+	h := testbed.NewHost(t, "node")
+	for name, addresses := range map[string][]string{
+		"eth0": {"192.0.2.1/24", "2001:db8::1/64"}, "kube-ipvs0": {"10.96.0.1/32", "fd00:96::1/128"},
+	} {
+		h.IP("link", "add", name, "type", "bridge")
+		h.IP("link", "set", name, "up")
+		for _, a := range addresses {
+			h.IP("addr", "add", a, "dev", name, "nodad")
+		}
+	}
+	err := h.Do(func() error {
+		for address, want := range map[string]bool{
+			"192.0.2.7": true, "2001:db8::7": true, "10.96.0.1": true, "fd00:96::1": true, "198.51.100.7": true,
+			"168.63.129.17": true,
+			"192.0.2.1":     false, "::ffff:192.0.2.1": false, "2001:db8::1": false, "168.63.129.16": false,
+			"100.100.100.200": false,
+		} {
+			dst := netip.AddrPortFrom(netip.MustParseAddr(address), 80)
+			if err := (Policy{}).toNode(dst); (err == nil) != want {
+				t.Errorf("%s: got %v, want permitted %t", address, err, want)
+			}
+			if err := (Policy{Node: true}).toNode(dst); err != nil {
+				t.Errorf("%s, which the policy allows: got %v", address, err)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
 	}
 }

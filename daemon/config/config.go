@@ -127,6 +127,8 @@ type Capture struct {
 	// Annotations has the values that pods may ask for, by the name of the annotation without the prefix; nil: all. Of
 	// an annotation that it does not have, no value is allowed.
 	Annotations map[string][]Allowance
+	// ToNode (nodeAddresses: allow) carries connections to addresses that mean the node, which are refused otherwise.
+	ToNode bool
 }
 
 // Source is the value of capture.source: it selects the orchestrator that decides which attachments are captured.
@@ -285,6 +287,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 		"capture.excludeCIDRs":             list(&c.Capture.ExcludeCIDRs, ruleset.ParseCIDR),
 		"capture.quic":                     text(&c.Capture.RejectQUIC, rejectQUIC),
 		"capture.other":                    text(&c.Capture.Other, oneOf(ruleset.Others)),
+		"capture.nodeAddresses":            text(&c.Capture.ToNode, toNode),
 		"capture.ports.outbound":           text(&c.Capture.Ports.Outbound, port),
 		"capture.ports.inbound":            text(&c.Capture.Ports.Inbound, port),
 		"capture.namespaces.selected":      selectors(&c.Capture.Namespaces.Selected),
@@ -401,6 +404,12 @@ func scalar(raw json.RawMessage) string {
 func rejectQUIC(s string) (bool, error) {
 	_, err := oneOf([]string{"reject", "allow"})(s)
 	return s == "reject", err
+}
+
+// toNode parses whether addresses that mean the node are connected to: refuse or allow.
+func toNode(s string) (bool, error) {
+	_, err := oneOf([]string{"refuse", "allow"})(s)
+	return s == "allow", err
 }
 
 // LatePolicy parses the policy for new connections while the upstream is late: queue, hold or direct.

@@ -87,6 +87,7 @@ capture:
   excludePorts: ["22"]
   excludeCIDRs: [10.0.0.0/8, "fd00::/8", 203.0.113.7]
   quic: allow
+  nodeAddresses: allow
   other: dns
   ports: {outbound: 16001, inbound: "16006"}
 trust:
@@ -116,7 +117,7 @@ metricsAddress: "[::1]:9090"
 					netip.MustParsePrefix("fd00::/8"),
 					netip.MustParsePrefix("203.0.113.7/32"),
 				},
-				Other: ruleset.OtherDNS, Ports: ruleset.Ports{Outbound: 16001, Inbound: 16006},
+				Other: ruleset.OtherDNS, Ports: ruleset.Ports{Outbound: 16001, Inbound: 16006}, ToNode: true,
 			}
 			c.Trust = attach.Trust{TLS: attach.Inspect, Nested: attach.Inspect}
 			c.CAFile, c.NRISocket = "/ca.pem", "/nri.sock"
@@ -335,6 +336,10 @@ func TestParseErrors(t *testing.T) {
 		},
 		{upstream + "capture: {source: all, excludeCIDRs: [x]}\n", `capture.excludeCIDRs: "x" is not a CIDR`},
 		{upstream + "capture: {source: all, quic: no}\n", `capture.quic: "false" is not one of [reject allow]`},
+		{
+			upstream + "capture: {source: all, nodeAddresses: true}\n",
+			`capture.nodeAddresses: "true" is not one of [refuse allow]`,
+		},
 		{upstream + "capture: {source: all, other: none}\n", `capture.other: "none" is not one of [allow dns deny]`},
 		{
 			upstream + "capture: {source: all, ports: {outbound: 0}}\n",

@@ -22,6 +22,7 @@ const dialTimeout = 2 * time.Minute
 // Carrier takes connections of one pod to their original destinations without the upstream.
 type Carrier struct {
 	joined *splice.Set
+	policy captured.Policy
 	log    *slog.Logger
 	lines  throttle.Lines
 
@@ -40,8 +41,8 @@ type Results struct {
 }
 
 // NewCarrier makes a carrier that counts open connections in joined. log names the pod.
-func NewCarrier(joined *splice.Set, log *slog.Logger) *Carrier {
-	return &Carrier{joined: joined, log: log}
+func NewCarrier(joined *splice.Set, policy captured.Policy, log *slog.Logger) *Carrier {
+	return &Carrier{joined: joined, policy: policy, log: log}
 }
 
 // Take returns the results and starts anew.
@@ -79,7 +80,7 @@ func (c *Carrier) AcceptOne(ctx context.Context, wg *sync.WaitGroup, g *gate.Gat
 		return false, err
 	}
 	wg.Go(func() {
-		accepted, err := captured.New(g, l, conn)
+		accepted, err := captured.New(g, l, conn, c.policy)
 		if errors.Is(err, captured.ErrGone) {
 			socket.Reset(conn)
 			return

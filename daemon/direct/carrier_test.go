@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/sluice-cni/sluice/daemon/captured"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/splice"
 	"github.com/sluice-cni/sluice/integration/testbed"
@@ -36,7 +37,7 @@ func newQueued(t *testing.T) *queued {
 	if q.gate, err = gate.Open(q.Path(), ruleset.DefaultPorts); err != nil {
 		t.Fatal(err)
 	}
-	q.carrier = NewCarrier(new(splice.Set), slog.New(slog.DiscardHandler))
+	q.carrier = NewCarrier(new(splice.Set), captured.Policy{}, slog.New(slog.DiscardHandler))
 	ctx, cancel := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
 	t.Cleanup(func() {

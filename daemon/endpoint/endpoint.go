@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/daemon/captured"
 	"github.com/sluice-cni/sluice/daemon/direct"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/late"
@@ -41,6 +42,8 @@ type Served struct {
 	IPs   []netip.Addr
 	// Records returns the records of the attachments in the netns as they are now.
 	Records func() []attach.Record
+	// Policy says where connections may go.
+	Policy captured.Policy
 	// Accepted, Joined and Direct belong to the endpoint. An acceptor that relays counts its connections in the first
 	// two, and gives those that go direct to the third.
 	Accepted *late.Accepted

@@ -17,6 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/daemon/captured"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
@@ -49,7 +50,7 @@ func newTable(t *testing.T) *testTable {
 		defer table.mu.Unlock()
 		table.acceptors[s.Netns] = a
 		return a
-	}, slog.New(slog.DiscardHandler))
+	}, captured.Policy{}, slog.New(slog.DiscardHandler))
 	t.Cleanup(func() {
 		table.Release()
 		table.End()

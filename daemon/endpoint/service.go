@@ -48,10 +48,10 @@ func (s *service) serve(at attach.Attachment, g *gate.Gate) error {
 	defer s.mu.Unlock()
 	if s.acceptor == nil {
 		s.pod = at.Pod.String()
-		s.direct = direct.NewCarrier(&s.joined, s.table.log.With("pod", s.pod))
+		s.direct = direct.NewCarrier(&s.joined, s.table.policy, s.table.log.With("pod", s.pod))
 		s.acceptor = s.table.accept(Served{
 			Netns: s.id, Pod: at.Pod, IPs: at.IPs, Records: s.records,
-			Accepted: &s.accepted, Joined: &s.joined, Direct: s.direct,
+			Policy: s.table.policy, Accepted: &s.accepted, Joined: &s.joined, Direct: s.direct,
 		})
 	}
 	return s.serveLocked(g)

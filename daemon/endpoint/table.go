@@ -21,12 +21,14 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/sluice-cni/sluice/daemon/captured"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
 // Table has the endpoints of this node.
 type Table struct {
 	accept func(Served) Acceptor
+	policy captured.Policy
 	log    *slog.Logger
 
 	serving sync.WaitGroup // the acceptors' Serve, and connections that go direct
@@ -41,10 +43,10 @@ type Table struct {
 	inherited map[attach.NetnsID][]*os.File // listeners that another daemon or a proxy has handed over
 }
 
-// NewTable makes an empty table. accept makes the acceptor of one endpoint.
-func NewTable(accept func(Served) Acceptor, log *slog.Logger) *Table {
+// NewTable makes an empty table. accept makes the acceptor of one endpoint, whose connections go where policy lets them.
+func NewTable(accept func(Served) Acceptor, policy captured.Policy, log *slog.Logger) *Table {
 	return &Table{
-		accept: accept, log: log,
+		accept: accept, policy: policy, log: log,
 		endpoints: map[attach.NetnsID]*Endpoint{}, attached: map[attach.ID]*Endpoint{},
 		inherited: map[attach.NetnsID][]*os.File{},
 	}

@@ -6,13 +6,15 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"os"
+	"slices"
 	"strconv"
 	"syscall"
 
 	"github.com/containernetworking/plugins/pkg/ns"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/socket"
 )
 
 // Address is an address of an interface.
@@ -91,14 +93,43 @@ func Of(socket syscall.RawConn, do func() error) error {
 // leads there.
 func SourceTo(dst netip.Addr) (netip.Addr, error) {
 	// Connecting a UDP socket looks up the route and sends nothing. The port does not matter.
-	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(dst, 9)))
-	var failed *os.SyscallError
-	if errors.As(err, &failed) && failed.Syscall == "connect" {
-		return netip.Addr{}, nil // unreachable, prohibited or blackhole route
-	}
+	family, to := socket.Sockaddr(netip.AddrPortFrom(dst, 9))
+	fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return netip.Addr{}, err
+		return netip.Addr{}, fmt.Errorf("looking up the route to %s: socket: %w", dst, err)
 	}
-	defer c.Close() //nolint:errcheck // nothing was sent
-	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap().WithZone(""), nil
+	defer unix.Close(fd) //nolint:errcheck // nothing was sent
+	if err := unix.Connect(fd, to); err != nil {
+		return netip.Addr{}, nil //nolint:nilerr // unreachable, prohibited or blackhole route
+	}
+	from, err := unix.Getsockname(fd)
+	if err != nil {
+		return netip.Addr{}, fmt.Errorf("looking up the route to %s: getsockname: %w", dst, err)
+	}
+	return socket.AddrPort(from).Addr().Unmap(), nil
+}
+
+// servicesInterface has the addresses of all services where kube-proxy uses IPVS: the kernel forwards what is sent
+// there.
+const servicesInterface = "kube-ipvs0"
+
+// IsLocal reports whether dst is an address of the calling thread's netns: packets to it leave through the loopback.
+// Addresses of services are not.
+func IsLocal(dst netip.Addr) (bool, error) {
+	from, err := SourceTo(dst)
+	if err != nil || from != dst && !from.IsLoopback() {
+		return false, err
+	}
+	services, err := net.InterfaceByName(servicesInterface)
+	if err != nil {
+		return true, nil //nolint:nilerr // kube-proxy does not use IPVS
+	}
+	addrs, err := services.Addrs()
+	if err != nil {
+		return false, fmt.Errorf("listing addresses of %s: %w", servicesInterface, err)
+	}
+	return !slices.ContainsFunc(addrs, func(a net.Addr) bool {
+		n, ok := a.(*net.IPNet)
+		return ok && n.IP.Equal(dst.AsSlice())
+	}), nil
 }

@@ -85,7 +85,7 @@ func (s *Server) establish(ctx context.Context, g *gate.Gate, l *gate.Listener, 
 	c captured.Conn, peer *net.TCPConn, first []byte, err error,
 ) {
 	defer slot.leave()
-	c, err = captured.New(g, l, conn)
+	c, err = captured.New(g, l, conn, s.Policy)
 	switch {
 	case errors.Is(err, captured.ErrGone):
 		return c, nil, nil, err

@@ -19,6 +19,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/sluice-cni/sluice/daemon/captured"
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/direct"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
@@ -69,7 +70,7 @@ func serve(t *testing.T) *served {
 	s.pod = New(s.up, log).For(endpoint.Served{
 		Pod: attach.Pod{Namespace: "ci", Name: "web-0"}, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5")},
 		Records:  func() []attach.Record { return nil },
-		Accepted: &s.accepted, Joined: &s.joined, Direct: direct.NewCarrier(&s.joined, log),
+		Accepted: &s.accepted, Joined: &s.joined, Direct: direct.NewCarrier(&s.joined, captured.Policy{}, log),
 	}, func() attach.PodTrust { return podTrust })
 	var ctx context.Context
 	ctx, s.cancel = context.WithCancel(t.Context())

@@ -77,6 +77,9 @@ Facts = dict[str, Any]  # the metadata of a pod's flows
 # Addresses of cloud metadata services, which serve a node's credentials, beside the link-local addresses.
 METADATA = {ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_address("fd20:ce::254")}
 
+# Addresses of Azure's and Alibaba's services for their nodes, which trust the node that asks.
+NODE_SERVICES = {ipaddress.ip_address("168.63.129.16"), ipaddress.ip_address("100.100.100.200")}
+
 
 def log(level: int, text: str, *args: Any) -> None:
     """Logs a message in the way that this version of mitmproxy displays."""
@@ -499,15 +502,35 @@ def gone(conn: socket.socket) -> bool:
     return state != ESTABLISHED
 
 
-def own(peername: tuple[Any, ...], pod: tuple[Any, ...]) -> bool:
-    """Reports whether the proxy itself opened a connection to a pod. Forwarded, it would come back without end."""
-    family = socket.AF_INET6 if ":" in peername[0] else socket.AF_INET
+def means_node(destination: tuple[Any, ...]) -> str:
+    """Returns the reason why a destination means the node or the proxy itself, or an empty string."""
+    ip = ipaddress.ip_address(destination[0])
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if ip in NODE_SERVICES:
+        return "the destination is a cloud's service for nodes, which would see the node's identity"
+    try:
+        socket.if_nametoindex("kube-ipvs0")
+    except OSError:
+        if source_to(str(ip)) == str(ip):
+            return "the destination is the node's or the proxy's own, which it would reach through its loopback"
+    # With IPVS the addresses of all services are the node's own.
+    return ""
+
+
+def source_to(host: str) -> str:
+    """Returns the address from which this process connects to a host; empty if no route leads there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as s:
         try:
-            s.connect((pod[0], 9))  # on UDP this only looks up the route, and sends no packet
+            s.connect((host, 9))  # on UDP this only looks up the route, and sends no packet
         except OSError:
-            return False  # no route
-        return bool(s.getsockname()[0] == peername[0])
+            return ""
+        return str(s.getsockname()[0])
+
+
+def own(peername: tuple[Any, ...], pod: tuple[Any, ...]) -> bool:
+    """Reports whether the proxy itself opened a connection to a pod. Forwarded, it would come back without end."""
+    return bool(source_to(pod[0]) == peername[0])
 
 
 class Front:
@@ -831,6 +854,11 @@ class Sluice:
             "mark are removed. Also bounds the messages of each raw TCP connection and WebSocket: of a long one, "
             "only the first messages and the newest one stay. 0: keep everything.",
         )
+        loader.add_option(
+            "sluice_node_addresses", bool, False,
+            "Also connect to the addresses of the proxy's own network, which are the node's if the proxy is on its "
+            "network, and to the services of Azure and Alibaba for their nodes (168.63.129.16, 100.100.100.200).",
+        )
         # mitmproxy sets an option back to its default if its help or its default has changed with a new sluice.py.
         ctx.options.update(**{name: option.current() for name, option in before.items() if name in ctx.options})
 
@@ -930,6 +958,8 @@ class Sluice:
             destination = platform.original_addr(conn)  # type: ignore[misc]
             mine = listener.direction == "inbound" and own(peer, destination)
             reason = "the proxy itself opened it" if mine else forbidden(destination, conn.getsockname())
+            if not reason and listener.direction != "inbound" and not ctx.options.sluice_node_addresses:
+                reason = means_node(destination)
         except OSError as e:
             if gone(conn):
                 log(logging.DEBUG, "%s: the client has gone before it was served", listener.pod["name"])

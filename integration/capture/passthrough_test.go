@@ -276,6 +276,7 @@ func TestUpstreamIsNotCaptured(t *testing.T) {
 			n := testbed.New(t)
 			const upstream = "10.88.0.1:18080"
 			n.Config["upstream"] = map[string]any{"address": upstream, "protocol": "connect"}
+			n.Config["capture"] = map[string]any{"source": "all", "nodeAddresses": "allow"}
 			n.StartDaemon()
 			pod := f.AddPod(t, n, "explicit", nil) // makes the bridge with the address
 			proxy := testbed.StartRecordingProxy(n, upstream)

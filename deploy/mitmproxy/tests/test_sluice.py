@@ -459,6 +459,21 @@ def test_forbidden(destination: tuple[Any, ...], word: str) -> None:
     assert word in reason and bool(reason) == bool(word)
 
 
+@pytest.mark.parametrize(
+    ("destination", "word"),
+    [
+        (("192.0.2.1", 443), ""),
+        (("fd00:ec2::253", 443, 0, 0), ""),
+        (("168.63.129.16", 80), "service"),
+        (("::ffff:100.100.100.200", 80, 0, 0), "service"),
+        (("127.0.0.1", 80), "loopback"),  # stands for another address of this machine
+    ],
+)
+def test_destinations_that_mean_the_node(destination: tuple[Any, ...], word: str) -> None:
+    reason = sluice.means_node(destination)
+    assert word in reason and bool(reason) == bool(word)
+
+
 def test_own_connections_are_recognised() -> None:
     assert sluice.own(("127.0.0.1", 1), ("127.0.0.1", 80))
     assert not sluice.own(("192.0.2.7", 1), ("127.0.0.1", 80))
