@@ -75,16 +75,16 @@ func (k *Keeper) Run(ctx context.Context) error {
 	return nil
 }
 
-// due is the time until the intermediate in the folder is to be renewed. It is not positive if there is none, or if pods
-// do not trust its root, as when the CA was deleted and installed anew.
+// due is the time until the intermediate in the folder is to be renewed. It is not positive if there is none, or if
+// pods do not trust its root, as when the CA was deleted and installed anew.
 func (k *Keeper) due(ctx context.Context) time.Duration {
 	a, err := authority.ReadMitmproxy(k.conf.Dir)
 	if err != nil { // most likely there is none yet
 		return 0
 	}
-	due := time.Until(a.RenewAt())
-	if due > 0 && k.disowned(ctx, a.Root()) {
-		k.log.Info("the root of the intermediate is not published", "node", k.conf.Node, "root", a.Root().Subject.CommonName)
+	due, root := time.Until(a.RenewAt()), a.Root()
+	if due > 0 && k.disowned(ctx, root) {
+		k.log.Info("the root of the intermediate is not published", "node", k.conf.Node, "root", root.Subject.CommonName)
 		return 0
 	}
 	return due

@@ -104,7 +104,8 @@ func changeCA(t *testing.T, version, mode string) error {
 	return errs
 }
 
-// strictPython verifies certificates strictly, as Python 3.13 does by default. OpenSSL does it in any version of Python.
+// strictPython verifies certificates strictly, as Python 3.13 does by default. OpenSSL does it in any version of
+// Python.
 func strictPython(t *testing.T, version, mode string) error {
 	s, _, err := newSceneWithRoot(t, version, mode, "intermediate")
 	if err != nil {

@@ -243,7 +243,8 @@ var refusals = []struct {
 		}
 		return nil
 	}},
-	{"later.example.test", "end after the handshake", func(c *trusting, name string) error { // as GnuTLS, Node.js, and curl --pinnedpubkey do
+	// As GnuTLS, Node.js, and curl --pinnedpubkey do.
+	{"later.example.test", "end after the handshake", func(c *trusting, name string) error {
 		conn, err := c.handshake(false, secureAddress, c.named(name))
 		if err != nil {
 			return err
@@ -443,8 +444,11 @@ func (c *trusting) refuseStrictly() error {
 			return err
 		}
 	}
+	if err := c.logsRefusals(3, strict+refusals[0].name, "alert "); err != nil {
+		return err
+	}
 	_, err := c.request(true, c.distrusting("nested.example.test"))
-	return errors.Join(wantRefused(err), c.logsRefusals(3, strict+refusals[0].name, "alert "), soon("nested", func() bool {
+	return errors.Join(wantRefused(err), soon("the line names a nested container", func() bool {
 		_, line, found := strings.Cut(c.proxy.Log(), "certificate refused: default/web to nested.example.test ")
 		line, _, _ = strings.Cut(line, "\n")
 		return found && strings.HasSuffix(line, ", nested")
