@@ -84,7 +84,8 @@ func (k *Keeper) due(ctx context.Context) time.Duration {
 	}
 	due, root := time.Until(a.RenewAt()), a.Root()
 	if due > 0 && k.disowned(ctx, root) {
-		k.log.Info("the root of the intermediate is not published", "node", k.conf.Node, "root", root.Subject.CommonName)
+		k.log.Info("the root of the intermediate is not published", "node", k.conf.Node,
+			"root", root.Subject.CommonName)
 		return 0
 	}
 	return due

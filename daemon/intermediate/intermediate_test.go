@@ -228,17 +228,18 @@ func TestAnotherRoot(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		s := newScene(t)
-		stopSigner := s.startSigner()
-		defer s.startKeeper()()
-		pass(time.Second)
-		first := s.have()
-		stopSigner()
-		forbidden := true
+		forbidden := false
 		s.PrependReactor("get", "configmaps", func(k8stesting.Action) (bool, runtime.Object, error) {
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			return forbidden, nil, apierrors.NewForbidden(corev1.Resource("configmaps"), "sluice-ca", nil)
 		})
+		stopSigner := s.startSigner()
+		defer s.startKeeper()()
+		pass(time.Second)
+		first := s.have()
+		stopSigner()
+		s.set(func() { forbidden = true })
 		pass(2 * lookInterval)
 		s.wantLog("the published roots cannot be read")
 		s.set(func() { forbidden = false })
