@@ -92,36 +92,39 @@ published beside the present one for the time of the overlap before it signs.`,
 }
 
 func caRequestCommand() *cobra.Command {
-	var kubeconfig, node, dir string
+	var kubeconfig string
+	var conf intermediate.Config
 	c := &cobra.Command{
 		Use:   "request --dir DIR",
 		Short: "Keep the intermediate of this node's proxy in a folder",
 		Long: `request makes a key in a folder, requests an intermediate for it from the CA of the cluster, and writes
 both in the form of mitmproxy: mitmproxy-ca.pem and mitmproxy-ca-cert.pem. It requests the next one long before that
-ends. It tries for ever while the API server or the CA is late. An intermediate that is in the folder already is
-used.
+ends, and when the CA does not publish its root any more. It tries for ever while the API server or the CA is late. An
+intermediate that is in the folder already is used.
 
 Run it in the proxy's pod, before the proxy: mitmproxy makes a CA of its own if its folder has none.`,
 		Example: `  sluiced ca request --dir /var/lib/mitmproxy`,
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if node == "" {
-				node = os.Getenv("NODE_NAME")
+			if conf.Node == "" {
+				conf.Node = os.Getenv("NODE_NAME")
 			}
-			if node == "" {
+			if conf.Node == "" {
 				return errors.New("--node: the environment variable NODE_NAME does not name the node either")
 			}
 			client, err := newClient(kubeconfig)
 			if err != nil {
 				return fmt.Errorf("API server: %w", err)
 			}
-			return intermediate.New(client, node, dir, newLog()).Run(cmd.Context())
+			return intermediate.New(client, conf, newLog()).Run(cmd.Context())
 		},
 	}
 	kubeconfigFlag(c, &kubeconfig)
-	c.Flags().StringVar(&node, "node", "",
+	c.Flags().StringVar(&conf.Node, "node", "",
 		"`name` of this node at the API server (default: the environment variable NODE_NAME)")
-	c.Flags().StringVar(&dir, "dir", "", "`folder` for the files: mitmproxy's confdir (required)")
+	c.Flags().StringVar(&conf.Dir, "dir", "", "`folder` for the files: mitmproxy's confdir (required)")
+	c.Flags().StringVar(&conf.Namespace, "namespace", "sluice-system",
+		"`namespace` of the ConfigMap with the published roots")
 	required(c, "dir")
 	return c
 }

@@ -1,12 +1,15 @@
 // Package intermediate keeps the intermediate of a node's proxy in a folder: it requests it from the cluster's CA, and
-// requests the next one long before it ends. The key is made in the folder and does not leave it.
+// requests the next one long before it ends, and when its root is not published any more. The key is made in the folder
+// and does not leave it.
 package intermediate
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
@@ -28,22 +31,32 @@ const (
 	// maxRetry: the API server keeps a denied request for an hour.
 	minRetry = 15 * time.Second
 	maxRetry = 10 * time.Minute
-	// lookInterval is the longest time between two looks at the folder.
+	// lookInterval is the longest time between two looks at the folder, and at the published roots.
 	lookInterval = time.Minute
 )
 
-// Keeper keeps the intermediate of a node's proxy.
-type Keeper struct {
-	client    kubernetes.Interface
-	node, dir string
-	log       *slog.Logger
-	logged    string        // the last error
-	retry     time.Duration // after the last request that brought no intermediate; 0: there is none
+// Config is the configuration of a Keeper.
+type Config struct {
+	// Namespace has the ConfigMap with the published roots.
+	Namespace string
+	// Node is the node of the proxy.
+	Node string
+	// Dir is the folder, which is mitmproxy's confdir.
+	Dir string
 }
 
-// New makes a Keeper. dir is the folder, which is mitmproxy's confdir.
-func New(client kubernetes.Interface, node, dir string, log *slog.Logger) *Keeper {
-	return &Keeper{client: client, node: node, dir: dir, log: log}
+// Keeper keeps the intermediate of a node's proxy.
+type Keeper struct {
+	client kubernetes.Interface
+	conf   Config
+	log    *slog.Logger
+	logged string        // the last error
+	retry  time.Duration // after the last request that brought no good intermediate; 0: there is none
+}
+
+// New makes a Keeper.
+func New(client kubernetes.Interface, conf Config, log *slog.Logger) *Keeper {
+	return &Keeper{client: client, conf: conf, log: log}
 }
 
 // Run keeps the intermediate until ctx ends. It tries for ever, and always returns nil. The intermediate in the folder
@@ -51,8 +64,8 @@ func New(client kubernetes.Interface, node, dir string, log *slog.Logger) *Keepe
 func (k *Keeper) Run(ctx context.Context) error {
 	for ctx.Err() == nil {
 		wait := lookInterval
-		if renewAt := k.renewAt(); time.Now().Before(renewAt) {
-			wait = min(wait, time.Until(renewAt))
+		if due := k.due(ctx); due > 0 {
+			wait = min(wait, due)
 		} else if err := k.renew(ctx); err != nil {
 			k.report(ctx, err)
 			wait = max(k.retry, minRetry)
@@ -62,21 +75,46 @@ func (k *Keeper) Run(ctx context.Context) error {
 	return nil
 }
 
-// renewAt is the time at which the intermediate in the folder is to be renewed: in the past if there is none.
-func (k *Keeper) renewAt() time.Time {
-	a, err := authority.ReadMitmproxy(k.dir)
+// due is the time until the intermediate in the folder is to be renewed. It is not positive if there is none, or if
+// pods do not trust its root, as when the CA was deleted and installed anew.
+func (k *Keeper) due(ctx context.Context) time.Duration {
+	a, err := authority.ReadMitmproxy(k.conf.Dir)
 	if err != nil { // most likely there is none yet
-		return time.Time{}
+		return 0
 	}
-	return a.RenewAt()
+	due, root := time.Until(a.RenewAt()), a.Root()
+	if due > 0 && k.disowned(ctx, root) {
+		k.log.Info("the root of the intermediate is not published", "node", k.conf.Node,
+			"root", root.Subject.CommonName)
+		return 0
+	}
+	return due
+}
+
+// disowned reports whether roots are published, and a given one is not among them. While the API server or the CA is
+// late, no root is disowned: the intermediate in the folder is the best one until they come.
+func (k *Keeper) disowned(ctx context.Context, root *x509.Certificate) bool {
+	roots, err := signer.Published(ctx, k.client, k.conf.Namespace)
+	if err != nil && k.isNew(ctx, err) {
+		k.log.Error("the published roots cannot be read; trying again", "node", k.conf.Node, "err", err)
+	}
+	return len(roots) > 0 && !slices.ContainsFunc(roots, root.Equal)
 }
 
 // report logs an error once, until there is another one.
 func (k *Keeper) report(ctx context.Context, err error) {
-	if ctx.Err() == nil && err.Error() != k.logged {
-		k.logged = err.Error()
-		k.log.Error("no new intermediate yet; trying again", "node", k.node, "err", err)
+	if k.isNew(ctx, err) {
+		k.log.Error("no new intermediate yet; trying again", "node", k.conf.Node, "err", err)
 	}
+}
+
+// isNew reports whether an error is to be logged: it is not the last one that was.
+func (k *Keeper) isNew(ctx context.Context, err error) bool {
+	if ctx.Err() != nil || err.Error() == k.logged {
+		return false
+	}
+	k.logged = err.Error()
+	return true
 }
 
 // renew requests an intermediate and writes it into the folder.
@@ -85,7 +123,7 @@ func (k *Keeper) renew(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	text, err := authority.NewRequest(key, k.node)
+	text, err := authority.NewRequest(key, k.conf.Node)
 	if err != nil {
 		return err
 	}
@@ -97,11 +135,11 @@ func (k *Keeper) renew(ctx context.Context) error {
 		},
 	}, metav1.CreateOptions{})
 	if err != nil {
-		return fmt.Errorf("requesting the intermediate of node %s: %w", k.node, err)
+		return fmt.Errorf("requesting the intermediate of node %s: %w", k.conf.Node, err)
 	}
 	// Only now: a failure to create a request leaves no object, and a late API server is asked again soon.
 	k.retry = min(max(2*k.retry, minRetry), maxRetry)
-	k.log.Info("intermediate requested", "node", k.node, "request", request.Name)
+	k.log.Info("intermediate requested", "node", k.conf.Node, "request", request.Name)
 	chain, err := k.await(ctx, request.Name)
 	if err != nil {
 		return fmt.Errorf("awaiting the answer to request %s: %w", request.Name, err)
@@ -114,11 +152,14 @@ func (k *Keeper) renew(ctx context.Context) error {
 		return fmt.Errorf("the answer to request %s ends at %s: compare the clocks of this node and of the CA's, and "+
 			"the end of the root", request.Name, a.Until().Format(time.RFC3339))
 	}
-	if err := a.WriteMitmproxy(k.dir); err != nil {
+	if err := a.WriteMitmproxy(k.conf.Dir); err != nil {
 		return err
 	}
+	k.log.Info("intermediate received", "node", k.conf.Node, "request", request.Name, "until", a.Until())
+	if k.disowned(ctx, a.Root()) { // requests become rare, because the next ones may bring no better intermediate
+		return fmt.Errorf("the root of the answer to request %s is not published in %s", request.Name, k.conf.Namespace)
+	}
 	k.logged, k.retry = "", 0
-	k.log.Info("intermediate received", "node", k.node, "request", request.Name, "until", a.Until())
 	return nil
 }
 

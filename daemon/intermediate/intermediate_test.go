@@ -3,6 +3,7 @@ package intermediate
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -27,6 +28,8 @@ import (
 )
 
 const (
+	namespace = "sluice-system"
+
 	node = "node-1"
 	user = "system:serviceaccount:mitmproxy:mitmproxy"
 )
@@ -103,7 +106,8 @@ func (s *scene) start(part func(context.Context) error) (stop func()) {
 }
 
 func (s *scene) startKeeper() (stop func()) {
-	return s.start(New(s, node, s.dir, slog.New(slog.NewTextHandler(s, nil))).Run)
+	conf := Config{Namespace: namespace, Node: node, Dir: s.dir}
+	return s.start(New(s, conf, slog.New(slog.NewTextHandler(s, nil))).Run)
 }
 
 // startSigner starts the CA, and waits until it watches requests: the fake API server does not show those to it that
@@ -111,7 +115,7 @@ func (s *scene) startKeeper() (stop func()) {
 func (s *scene) startSigner() (stop func()) {
 	defer synctest.Wait()
 	return s.start(signer.New(s, signer.Config{
-		Namespace: "sluice-system", Requester: user,
+		Namespace: namespace, Requester: user,
 		Times: authority.Times{Root: 9 * time.Hour, Intermediate: time.Hour, Overlap: 10 * time.Minute},
 	}, slog.New(slog.DiscardHandler)).Run)
 }
@@ -214,6 +218,93 @@ func TestRenewal(t *testing.T) {
 		pass(5 * time.Hour) // through a rotation of the root, after three hours
 		if last := s.have(); last.Root().Equal(first.Root()) || !time.Now().Before(last.RenewAt()) {
 			t.Errorf("after five hours more the intermediate is %v", last.Chain[0].Subject)
+		}
+	})
+}
+
+// TestAnotherRoot: an intermediate below a root that is not published any more is replaced at once. While no root is
+// published, or the API server does not tell, it stays.
+func TestAnotherRoot(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newScene(t)
+		forbidden := false
+		s.PrependReactor("get", "configmaps", func(k8stesting.Action) (bool, runtime.Object, error) {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			return forbidden, nil, apierrors.NewForbidden(corev1.Resource("configmaps"), "sluice-ca", nil)
+		})
+		stopSigner := s.startSigner()
+		defer s.startKeeper()()
+		pass(time.Second)
+		first := s.have()
+		stopSigner()
+		s.set(func() { forbidden = true })
+		pass(2 * lookInterval)
+		s.wantLog("the published roots cannot be read")
+		s.set(func() { forbidden = false })
+		s.deleteCA()
+		pass(2 * lookInterval)
+		if got := s.requests(); got != 1 {
+			t.Errorf("there were %d requests without published roots, want one at the start", got)
+		}
+		defer s.startSigner()()
+		pass(lookInterval + pollInterval)
+		root := s.have().Root()
+		published, err := signer.Published(t.Context(), s, namespace)
+		if err != nil || len(published) != 1 || !root.Equal(published[0]) || root.Equal(first.Root()) {
+			t.Errorf("the intermediate is below %s; published are %d roots, %v", root.Subject, len(published), err)
+		}
+		pass(5 * lookInterval)
+		if got := s.requests(); got != 2 {
+			t.Errorf("there were %d requests, want two", got)
+		}
+	})
+}
+
+// deleteCA deletes the objects of the CA.
+func (s *scene) deleteCA() {
+	s.t.Helper()
+	ctx, core := s.t.Context(), s.CoreV1()
+	if err := errors.Join(
+		core.Secrets(namespace).Delete(ctx, "sluice-ca", metav1.DeleteOptions{}),
+		core.ConfigMaps(namespace).Delete(ctx, "sluice-ca", metav1.DeleteOptions{}),
+	); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// TestNeverPublished: if the roots of answers are never among the published ones, requests become rare.
+func TestNeverPublished(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newScene(t)
+		root, err := authority.NewRoot(time.Now(), 100*time.Hour, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		other, err := authority.NewRoot(time.Now(), 100*time.Hour, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := s.CoreV1().ConfigMaps(namespace).Create(t.Context(), &corev1.ConfigMap{
+			ObjectMeta: metav1.ObjectMeta{Name: "sluice-ca"},
+			Data:       map[string]string{"ca.crt": string(authority.EncodeCertificates(other.Chain))},
+		}, metav1.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		answer := func() (authority.Authority, time.Time) { return root, time.Now() }
+		defer s.start(func(ctx context.Context) error { return s.answerAll(ctx, true, answer) })()
+		defer s.startKeeper()()
+		pass(time.Minute)
+		s.have()
+		s.wantLog("the root of the answer to request sluice-proxy-1 is not published in " + namespace)
+		for i, want := range []int{11, 6} {
+			before := s.requests()
+			pass(time.Hour)
+			if n := s.requests() - before; n > want {
+				t.Errorf("there were %d requests in hour %d, want %d at most", n, i, want)
+			}
 		}
 	})
 }

@@ -12,6 +12,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
 
 	"github.com/sluice-cni/sluice/daemon/authority"
 )
@@ -71,7 +72,8 @@ func (s *Signer) secret(ctx context.Context) (*corev1.Secret, error) {
 	if !apierrors.IsNotFound(err) {
 		return secret, wrap(err, "getting Secret %s/%s", s.conf.Namespace, object)
 	}
-	published, err := s.published(ctx)
+	// Their keys are lost, and proxies may still have intermediates below them.
+	published, err := Published(ctx, s.client, s.conf.Namespace)
 	if err != nil {
 		return nil, err
 	}
@@ -95,15 +97,14 @@ func (s *Signer) secret(ctx context.Context) (*corev1.Secret, error) {
 	return secret, wrap(err, "creating Secret %s/%s", s.conf.Namespace, object)
 }
 
-// published returns the roots that are published without a Secret: their keys are lost, and proxies may still have
-// intermediates below them.
-func (s *Signer) published(ctx context.Context) ([]*x509.Certificate, error) {
-	m, err := s.client.CoreV1().ConfigMaps(s.conf.Namespace).Get(ctx, object, metav1.GetOptions{})
+// Published returns the roots that the CA in a namespace has published. There are none while it is late.
+func Published(ctx context.Context, client kubernetes.Interface, namespace string) ([]*x509.Certificate, error) {
+	m, err := client.CoreV1().ConfigMaps(namespace).Get(ctx, object, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("getting ConfigMap %s/%s: %w", s.conf.Namespace, object, err)
+		return nil, fmt.Errorf("getting ConfigMap %s/%s: %w", namespace, object, err)
 	}
 	roots, err := authority.ParseCertificates([]byte(m.Data[bundle]))
 	if err != nil {

@@ -44,7 +44,7 @@ import resource
 import socket
 import struct
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ REFUSAL_LASTS = 60 * 60  # seconds
 REFUSAL_CLOSES = 10  # seconds after the handshake, at most
 REFUSED_NAMES = 128  # of one pod
 REFUSED_PODS = 256
-PASSED_LINES = 20  # of the log, in a second
+LINES = 20  # of the log about one subject, in a second
 
 Facts = dict[str, Any]  # the metadata of a pod's flows
 
@@ -87,6 +87,37 @@ def log(level: int, text: str, *args: Any) -> None:
         ctx.log("sluice: " + text % args, logging.getLevelName(level).lower().replace("warning", "warn"))
     else:
         logging.log(level, "sluice: " + text, *args)
+
+
+class Lines:
+    """Lines of the log about connections of pods, LINES of them in a second. Further ones are counted by pod."""
+
+    def __init__(self, level: int, subject: str):
+        self.level = level
+        self.subject = subject
+        self.written = 0  # in this second
+        self.more: Counter[str] = Counter()  # by pod
+
+    def add(self, pod: str, text: str) -> None:
+        if self.written == LINES:
+            self.more[pod] += 1
+            return
+        if self.written == 0:
+            asyncio.get_running_loop().call_later(1, self.end_second)
+        self.written += 1
+        log(self.level, "%s: %s %s", self.subject, pod, text)
+
+    def end_second(self) -> None:
+        if self.more:
+            log(self.level, "%s: more connections in one second: %s", self.subject,
+                ", ".join(f"{count} of {pod}" for pod, count in self.more.most_common()))
+        self.written = 0
+        self.more.clear()
+
+
+def destination_of(client: Any, server: Any) -> str:
+    """Names the server of a TLS connection, as its client does, and by its address."""
+    return f"to {client.sni or 'no SNI'} ({human.format_address(server.address)})"
 
 
 class Kept:
@@ -203,6 +234,15 @@ class Listeners:
         for listener in self.held.get(id, []):
             listener.pod = pod
 
+    def forget_trust(self) -> None:
+        """Makes the trust of all pods unknown, until sluiced describes them again.
+
+        A container that starts without sluiced does not trust the CA, in a pod that did.
+        """
+        for listener in self._all():
+            if listener.pod.get("trust"):  # an older sluiced does not know it
+                listener.pod = {**listener.pod, "trust": "unknown"}
+
     def close(self) -> None:
         for id in list(self.held):
             self.detach(id)
@@ -295,6 +335,14 @@ class Session:
         self.listeners = listeners
         self.connections = connections
         self.node = ""
+        self.silent = False  # no message has come for some seconds, so sluiced hangs
+
+    def facts(self, listener: Listener, peer: str) -> Facts:
+        """Returns the metadata of the flows of a new connection."""
+        facts = listener.facts(self.node, peer)
+        if self.silent and "sluice.trust" in facts:  # it may have changed meanwhile
+            facts["sluice.trust"] = "unknown"
+        return facts
 
     async def run(self) -> None:
         logged = ""
@@ -302,6 +350,7 @@ class Session:
             try:
                 await self._talk()
             except Exception as e:  # a message of any kind must not end this task
+                self.listeners.forget_trust()
                 if logged != repr(e):
                     log(logging.WARNING, "%s: %s; connecting again", self.path, e)
                 logged = repr(e)
@@ -338,8 +387,10 @@ class Session:
         task = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait([task], timeout=SILENCE))[0]:
+                self.silent = True
                 if self._socket_identity() not in (None, bound):
                     raise EOFError("sluiced hangs, and another sluiced has taken its place")
+            self.silent = False
             return task.result()
         finally:
             task.cancel()
@@ -628,7 +679,7 @@ class Inspected:
     )
 
     def __init__(self, pod: str, name: str, transport: Any, server: Any):
-        self.pod = pod
+        self.pod = pod  # its uid or its address
         self.name = name
         self.reader, self.writer = transport.reader, transport.writer
         self.server = server
@@ -656,21 +707,25 @@ class Inspected:
             self.server_open = not self.server.timestamp_start or bool(self.server.state & ConnectionState.CAN_READ)
         call(*args)
 
-    def failed(self, error: str) -> bool:
-        """Reports whether an error of the handshake means that the client refuses the certificate."""
+    def failed(self, error: str) -> str:
+        """Returns how the client refuses the certificate, by the error of the handshake. Empty: it does not."""
+        alert = self.ALERT.search(error)
+        if alert:
+            return alert.group()
         silent = "disconnected during the handshake" in error
-        return bool(self.ALERT.search(error)) or silent and self.ended_by_client
+        return "end during the handshake" if silent and self.ended_by_client else ""
 
-    def closed(self) -> bool:
-        """Reports whether the end of a connection on which the client has said nothing is a refusal.
+    def closed(self) -> str:
+        """Returns how the client refuses the certificate by the end of a connection on which it has said nothing.
 
         Some clients look at the certificate after the handshake: GnuTLS in wget, git and curl, Node.js, and those
-        that compare the certificate with a pinned one.
+        that compare the certificate with a pinned one. Empty: the end is no refusal.
         """
         if not self.tls or time.monotonic() - self.established > REFUSAL_CLOSES:
-            return False
+            return ""
         notified = self.tls.get_shutdown() & SSL.RECEIVED_SHUTDOWN  # mitmproxy ends the connection then
-        return bool(notified or self.ended_by_client) and self.server_open
+        refused = (notified or self.ended_by_client) and self.server_open
+        return "end after the handshake" if refused else ""
 
 
 class Passed:
@@ -702,8 +757,8 @@ class Passed:
     def __str__(self) -> str:
         client, server = self.flow.client_conn, self.flow.server_conn
         seconds = time.time() - client.timestamp_start
-        return (f"{self.pod} to {client.sni or 'no SNI'} ({human.format_address(server.address)}), {self.reason}, "
-                f"{self.up} bytes up, {self.down} down, {seconds:.1f} s")
+        return (f"{destination_of(client, server)}, {self.reason}, {self.up} bytes up, {self.down} down, "
+                f"{seconds:.1f} s")
 
 
 class Authority:
@@ -828,8 +883,8 @@ class Sluice:
         self.front: Front | None = None
         self.kept = Kept()
         self.authority = Authority()
-        self.ends = 0  # number of passed connections that have ended in a second
-        self.second = 0
+        self.passed_lines = Lines(logging.INFO, "TLS passed through")
+        self.refused_lines = Lines(logging.WARNING, "certificate refused")
         self.room = 0  # number of further connections for which there are descriptors: a lower bound
         self.flows = 0  # number of flows since they were last counted
         self.relays: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
@@ -939,7 +994,7 @@ class Sluice:
                 return
             conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             host, port, *scope = conn.getpeername()
-            facts = listener.facts(self.session.node, host)
+            facts = self.session.facts(listener, host)
             if listener.direction != "inbound":
                 host = pod_address(host, listener.pod["ips"])
             reader, writer = await Writer.open(conn, (host, Port(port, facts["sluice.pod"]), *scope))
@@ -990,8 +1045,8 @@ class Sluice:
         # Flows keep the client, for as long as they are listed.
         vars(client).pop("sluice_writer", None)
         inspected = Inspected.take(client)
-        if inspected and inspected.closed():
-            self.refused(client, inspected)
+        if inspected:
+            self.refused(client, inspected, inspected.closed())
         passed: Passed | None = vars(client).pop("sluice_passed", None)
         if passed:
             await self.end_passed(passed)
@@ -1033,7 +1088,7 @@ class Sluice:
             passed.count(client, client)
             passed.count(client, server)  # server_connected() does it if there is none yet
             await ctx.master.addons.handle_lifecycle(layers.tcp.TcpStartHook(passed.flow))
-        elif learns(facts):
+        elif "sluice.trust" in facts:
             transport = transport_of(client, client)
             if transport:
                 client.sluice_inspected = Inspected(pod, name, transport, server)
@@ -1046,8 +1101,8 @@ class Sluice:
     def tls_failed_client(self, data: Any) -> None:
         client = data.context.client
         inspected = Inspected.take(client)
-        if inspected and inspected.failed(client.error or ""):
-            self.refused(client, inspected)
+        if inspected:
+            self.refused(client, inspected, inspected.failed(client.error or ""))
 
     def tls_established_client(self, data: Any) -> None:
         inspected: Inspected | None = getattr(data.context.client, "sluice_inspected", None)
@@ -1057,27 +1112,29 @@ class Sluice:
     def accepted(self, client: Any) -> None:
         """Notes that a client has said something after the handshake, so it accepts the certificate."""
         inspected = Inspected.take(client)
-        if inspected:
+        if inspected and learns(client.sluice_facts):
             self.kept.refusals.accepted(inspected.pod, inspected.name)
 
-    def refused(self, client: Any, inspected: Inspected) -> None:
-        if self.kept.refusals.refused(inspected.pod, inspected.name):
+    def refused(self, client: Any, inspected: Inspected, how: str) -> None:
+        """Logs a refusal, and counts it if the policy is to pass TLS through. With an empty how, it is none."""
+        if not how:
+            return
+        facts, text = client.sluice_facts, f"{destination_of(client, inspected.server)}, {how}"
+        if "sluice.nested" in facts:
+            text += ", nested"
+        if facts["sluice.direction"] == "inbound":
+            text += ", inbound"
+        self.refused_lines.add(facts["sluice.pod"], text)
+        if learns(facts) and self.kept.refusals.refused(inspected.pod, inspected.name):
             log(logging.INFO, "%s: clients refuse the certificate for %s, and their TLS is passed through for %d "
-                "minutes", client.sluice_facts["sluice.pod"], inspected.name, REFUSAL_LASTS // 60)
+                "minutes", facts["sluice.pod"], inspected.name, REFUSAL_LASTS // 60)
 
     async def end_passed(self, passed: Passed) -> None:
         flow = passed.flow
         flow.comment += f", {passed.up} bytes up, {passed.down} down"
         flow.metadata.update({"sluice.up": passed.up, "sluice.down": passed.down})
         await ctx.master.addons.handle_lifecycle(layers.tcp.TcpEndHook(flow))
-        second = int(time.monotonic())
-        if second != self.second:
-            if self.ends > PASSED_LINES:
-                log(logging.INFO, "TLS passed through: %d more connections in one second", self.ends - PASSED_LINES)
-            self.second, self.ends = second, 0
-        self.ends += 1
-        if self.ends <= PASSED_LINES:
-            log(logging.INFO, "TLS passed through: %s", passed)
+        self.passed_lines.add(passed.pod, str(passed))
 
     # From a connection to its flows.
 

@@ -92,7 +92,7 @@ func (d *describer) pass(to *net.UnixConn, message, rights []byte) error {
 		return fmt.Errorf("a message of the proxy protocol: %w", err)
 	}
 	switch m["kind"] {
-	case "attach":
+	case "attach", "pod":
 		pod := m["pod"].(map[string]any)
 		d.pods[m["id"].(string)] = pod
 		m["pod"] = d.described(pod)

@@ -46,6 +46,7 @@ var scenarios = append([]scenario{
 var trustScenarios = []scenario{
 	{"TLS passed through", passThrough, ""},
 	{"clients refuse the certificate", learnRefusals, ""},
+	{"TLS while sluiced is killed (sockets)", loseSluiced, "sockets"},
 	{"CA changes under traffic", changeCA, ""},
 	{"Python 3.13, intermediate CA", strictPython, ""},
 }

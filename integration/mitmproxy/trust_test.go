@@ -216,40 +216,42 @@ var errPinned = errors.New("not the pinned certificate")
 // refusals are ways in which clients refuse a certificate.
 var refusals = []struct {
 	name   string // of the server
+	how    string // the begin of the reason in the proxy's log
 	refuse func(c *trusting, name string) error
 }{
-	{"alert.example.test", func(c *trusting, name string) error {
+	{"alert.example.test", "alert ", func(c *trusting, name string) error {
 		_, err := c.request(false, c.distrusting(name))
 		return wantRefused(err)
 	}},
-	{"old.example.test", func(c *trusting, name string) error {
+	{"old.example.test", "alert ", func(c *trusting, name string) error {
 		config := c.distrusting(name)
 		config.MaxVersion = tls.VersionTLS12
 		_, err := c.request(false, config)
 		return wantRefused(err)
 	}},
-	{"pinned.example.test", func(c *trusting, name string) error {
+	{"pinned.example.test", "alert ", func(c *trusting, name string) error {
 		_, err := c.request(false, pinned(name, c.serverTLS.Certificates[0].Certificate[0]))
 		if !errors.Is(err, errPinned) {
 			return fmt.Errorf("got %w, want %w", err, errPinned)
 		}
 		return nil
 	}},
-	{"", func(c *trusting, name string) error { // without SNI
+	{"", "alert ", func(c *trusting, name string) error { // without SNI
 		_, err := c.request(false, pinned(name, c.serverTLS.Certificates[0].Certificate[0]))
 		if !errors.Is(err, errPinned) {
 			return fmt.Errorf("got %w, want %w", err, errPinned)
 		}
 		return nil
 	}},
-	{"later.example.test", func(c *trusting, name string) error { // as GnuTLS, Node.js, and curl --pinnedpubkey do
+	// As GnuTLS, Node.js, and curl --pinnedpubkey do.
+	{"later.example.test", "end after the handshake", func(c *trusting, name string) error {
 		conn, err := c.handshake(false, secureAddress, c.named(name))
 		if err != nil {
 			return err
 		}
 		return conn.Close()
 	}},
-	{"abrupt.example.test", func(c *trusting, name string) error { // the same, with a reset
+	{"abrupt.example.test", "end ", func(c *trusting, name string) error { // the same, with a reset
 		conn, err := c.handshake(false, secureAddress, c.named(name))
 		if err != nil {
 			return err
@@ -257,7 +259,7 @@ var refusals = []struct {
 		tcp := conn.NetConn().(*net.TCPConn)
 		return errors.Join(tcp.SetLinger(0), tcp.Close())
 	}},
-	{"mute.example.test", func(c *trusting, name string) error {
+	{"mute.example.test", "end during the handshake", func(c *trusting, name string) error {
 		ctx, cancel := context.WithTimeout(context.Background(), protocolTimeout)
 		defer cancel()
 		conn, err := c.dial(ctx, false, secureAddress)
@@ -378,18 +380,16 @@ func learnRefusals(t *testing.T, version, mode string) error {
 			}
 		}
 	}
-	if err := c.change(trust{"trust": "trusted", "tls": "inspect", "nested": "inspect"}); err != nil {
+	if err := c.logsRefusals(3, "alternating.example.test", "alert "); err != nil {
 		return err
 	}
-	for range 3 {
-		if err := refusals[0].refuse(c, "strict.example.test"); err != nil {
-			return err
-		}
+	if err := c.refuseStrictly(); err != nil {
+		return err
 	}
 	if err := c.change(trust{"trust": "trusted", "tls": "pass", "nested": "pass"}); err != nil {
 		return err
 	}
-	if err := c.wantPassed(false, false, "strict.example.test"); err != nil {
+	if err := c.wantPassed(false, false, strict+refusals[0].name); err != nil {
 		return err
 	}
 	for _, r := range refusals {
@@ -414,9 +414,80 @@ func learnRefusals(t *testing.T, version, mode string) error {
 		if err := c.wantPassed(false, false, u.name); err != nil {
 			return err
 		}
+		if u.name != "alternating.example.test" && strings.Contains(c.proxy.Log(), "refused: default/web to "+u.name) {
+			return fmt.Errorf("the proxy logs a refusal for %s", u.name)
+		}
 	}
 	const reason = ", TLS passed through: the client refused the certificate, "
 	return soon("the flow has the reason", func() bool { return strings.Contains(c.proxy.Log(), reason) })
+}
+
+// strict begins the names of servers in refuseStrictly.
+const strict = "strict-"
+
+// refuseStrictly refuses certificates, and TLS is inspected all the same. The proxy logs each refusal.
+func (c *trusting) refuseStrictly() error {
+	if err := c.change(trust{"trust": "trusted", "tls": "inspect", "nested": "inspect"}); err != nil {
+		return err
+	}
+	for _, r := range refusals {
+		name := r.name
+		if name != "" {
+			name = strict + name
+		}
+		if err := errors.Join(r.refuse(c, name), c.logsRefusals(1, name, r.how)); err != nil {
+			return fmt.Errorf("%q: %w", name, err)
+		}
+	}
+	for range 2 {
+		if err := refusals[0].refuse(c, strict+refusals[0].name); err != nil {
+			return err
+		}
+	}
+	if err := c.logsRefusals(3, strict+refusals[0].name, "alert "); err != nil {
+		return err
+	}
+	_, err := c.request(true, c.distrusting("nested.example.test"))
+	return errors.Join(wantRefused(err), soon("the line names a nested container", func() bool {
+		_, line, found := strings.Cut(c.proxy.Log(), "certificate refused: default/web to nested.example.test ")
+		line, _, _ = strings.Cut(line, "\n")
+		return found && strings.HasSuffix(line, ", nested")
+	}))
+}
+
+// logsRefusals waits until the proxy has logged that clients have refused the certificate for a name that often.
+func (c *trusting) logsRefusals(count int, name, how string) error {
+	if name == "" {
+		name = "no SNI"
+	}
+	line := "sluice: certificate refused: default/web to " + name + " (" + secureAddress + "), " + how
+	return soon(line, func() bool { return strings.Count(c.proxy.Log(), line) == count })
+}
+
+// loseSluiced: without sluiced, nothing tells whether a container that starts meanwhile trusts the CA, so TLS of new
+// connections is passed through, unless the policy is strict.
+func loseSluiced(t *testing.T, version, mode string) error {
+	c := newTrusting(t, version, mode, trust{"trust": "trusted", "tls": "pass", "nested": "inspect"})
+	if err := c.wantPassed(false, false, site); err != nil {
+		return err
+	}
+	open, err := c.handshake(false, secureAddress, c.named(site))
+	if err != nil {
+		return err
+	}
+	defer open.Close() //nolint:errcheck // the response was read
+	c.daemon.Kill()
+	const lost = "; connecting again"
+	if err := soon(lost, func() bool { return strings.Contains(c.proxy.Log(), lost) }); err != nil {
+		return err
+	}
+	err = errors.Join(c.wantPassed(false, true, site), c.wantPassed(true, false, site), askOn(open))
+	if err != nil {
+		return err
+	}
+	c.daemon = c.node.StartDaemon()
+	c.daemon.WaitForProxies(1, 1)
+	return soon("TLS is inspected again", func() bool { return c.wantPassed(false, false, site) == nil })
 }
 
 // TestTrust runs the scenarios about the trust in the CA with the default version.
@@ -424,6 +495,9 @@ func TestTrust(t *testing.T) {
 	t.Parallel()
 	for _, s := range trustScenarios {
 		for _, mode := range modes {
+			if s.mode != "" && s.mode != mode {
+				continue
+			}
 			t.Run(s.name+" "+mode, func(t *testing.T) {
 				t.Parallel()
 				if err := s.run(t, "", mode); err != nil {
@@ -470,9 +544,11 @@ with context.wrap_socket(socket.create_connection((sys.argv[2], 443)), server_ho
 			}
 			learned := logged("default/web: clients refuse the certificate for ")
 			for i := range 2 {
+				refused := logged("sluice: certificate refused: default/web to ")
 				if out, err := c.pod.TryExec(program.command[0], program.command[1:]...); err == nil {
 					t.Fatalf("connection %d has succeeded:\n%s", i, out)
 				}
+				testbed.Eventually(t, "the addon logs the refusal", refused)
 			}
 			testbed.Eventually(t, "the addon has learned it", learned)
 			passed := logged("), the client refused the certificate, ")

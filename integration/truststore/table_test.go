@@ -85,8 +85,7 @@ func (o outcome) cell() string {
 type table struct {
 	mu       sync.Mutex
 	outcomes map[[2]string]outcome
-	// silent are the clients from whose refusal a proxy does not know that they do not trust the CA: the handshake
-	// succeeds, and then they hang up.
+	// silent are the clients that refuse without an alert: the handshake succeeds, and then they hang up.
 	silent map[string]bool
 }
 
@@ -118,7 +117,7 @@ func (tb *table) markdown() string {
 	for _, i := range images {
 		fmt.Fprintf(&out, " %s |", i.name)
 	}
-	fmt.Fprintf(&out, " %s |\n|%s\n", tellsColumn, strings.Repeat(" --- |", len(images)+2))
+	fmt.Fprintf(&out, " %s |\n|%s\n", alertsColumn, strings.Repeat(" --- |", len(images)+2))
 	for _, c := range clients {
 		fmt.Fprintf(&out, "| %s |", c.name)
 		for _, i := range images {
@@ -241,14 +240,14 @@ func TestClients(t *testing.T) {
 const (
 	manualPage   = "docs/clients.md"
 	tableHeading = "The table"
-	tellsColumn  = "tells the proxy"
+	alertsColumn = "sends an alert"
 )
 
 // TestManual: the table of the manual has every client and image, and no failure.
 func TestManual(t *testing.T) {
 	manual := page.Read(t, manualPage)
 	var named, want []string
-	cells := []string{either, hookOnly, environment, both, absent}
+	cells := []string{either, hookOnly, environment, absent}
 	for _, row := range manual.Rows(t, tableHeading, "client") {
 		named = append(named, row["client"])
 		for _, i := range images {

@@ -354,6 +354,52 @@ def test_a_new_description_of_a_pod() -> None:
     run(describe())
 
 
+def test_trust_is_unknown_without_sluiced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sluice, "SILENCE", 0.05)
+    monkeypatch.setattr(sluice, "RECONNECT", 0.01)
+
+    async def lose() -> None:
+        listeners = sluice.Listeners(lambda conn, _: conn.close())
+        trusting, strict, older = [listener(listening()) for _ in range(3)]
+        trusting.pod = {**POD, "trust": "trusted", "tls": "pass"}
+        strict.pod = {**POD, "trust": "trusted", "tls": "inspect"}
+        for id, each in (("a", trusting), ("b", strict), ("c", older)):
+            listeners.attach(id, [each])
+        path = tmp_path / "proxy.sock"
+        session = sluice.Session(str(path), [], listeners, lambda: 0)
+
+        def reason(each: sluice.Listener) -> str:
+            return sluice.reason_to_pass(session.facts(each, POD["ips"][0]), True)
+
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sluiced:
+            sluiced.bind(str(path))
+            sluiced.listen()
+            sluiced.setblocking(False)
+            assert not reason(trusting)
+            talking = asyncio.ensure_future(session.run())
+            conn, _ = await asyncio.get_running_loop().sock_accept(sluiced)
+            await until(lambda: session.silent)
+            monkeypatch.setattr(sluice, "SILENCE", 60)
+            assert [reason(each) for each in (trusting, strict, older)] == ["trust unknown", "", ""]
+            await sluice.send(conn, {"kind": "hello", "node": "n1"})
+            await until(lambda: session.node and not session.silent)
+            assert not reason(trusting)
+            conn.close()
+            await until(lambda: reason(trusting))
+            assert [reason(each) for each in (trusting, strict, older)] == ["trust unknown", "", ""]
+            conn, _ = await asyncio.get_running_loop().sock_accept(sluiced)
+            await sluice.send(conn, {"kind": "hello", "node": "n2"})
+            await until(lambda: session.node == "n2")
+            assert reason(trusting)  # until it is described again
+            await sluice.send(conn, {"kind": "pod", "id": "a", "pod": {**POD, "trust": "trusted", "tls": "pass"}})
+            await until(lambda: not reason(trusting))
+            conn.close()
+        talking.cancel()
+        listeners.close()
+
+    run(lose())
+
+
 @pytest.mark.parametrize(
     ("direction", "node", "comment"),
     [
@@ -623,25 +669,28 @@ SILENT = "The client disconnected during the handshake. If this happens consiste
 
 
 @pytest.mark.parametrize(
-    ("error", "by_client", "refused"),
+    ("error", "by_client", "how"),
     [
-        *((alert, False, True) for alert in ALERTS),
-        (SILENT, True, True),
-        (SILENT, False, False),
-        ("connection closed early", True, False),
-        ("OpenSSL Error([('SSL routines', '', 'no shared cipher')])", True, False),
-        ("OpenSSL Error([('SSL routines', '', 'tlsv1 alert protocol version')])", True, False),
-        ("OpenSSL Error([('SSL routines', '', 'tlsv13 alert certificate required')])", True, False),
-        ("Client and mitmproxy cannot agree on a TLS version to use.", True, False),
-        ("Cannot parse ClientHello: 16030100", True, False),
-        ("", False, False),
+        *(zip(ALERTS, [False] * 6, [  # noqa: B905 - strict= needs Python 3.10
+            "alert unknown ca", "alert bad certificate", "alert bad certificate", "alert certificate unknown",
+            "alert certificate expired", "alert unsupported certificate",
+        ])),
+        (SILENT, True, "end during the handshake"),
+        (SILENT, False, ""),
+        ("connection closed early", True, ""),
+        ("OpenSSL Error([('SSL routines', '', 'no shared cipher')])", True, ""),
+        ("OpenSSL Error([('SSL routines', '', 'tlsv1 alert protocol version')])", True, ""),
+        ("OpenSSL Error([('SSL routines', '', 'tlsv13 alert certificate required')])", True, ""),
+        ("Client and mitmproxy cannot agree on a TLS version to use.", True, ""),
+        ("Cannot parse ClientHello: 16030100", True, ""),
+        ("", False, ""),
     ],
 )
-def test_failures_of_the_handshake(error: str, by_client: bool, refused: bool) -> None:
+def test_failures_of_the_handshake(error: str, by_client: bool, how: str) -> None:
     transport = SimpleNamespace(reader=asyncio.StreamReader.__new__(asyncio.StreamReader), writer=None)
     inspected = sluice.Inspected("u1", "a.example", transport, None)
     inspected.ended_by_client = by_client
-    assert inspected.failed(error) == refused
+    assert inspected.failed(error) == how
 
 
 @pytest.mark.parametrize(
@@ -676,7 +725,7 @@ def test_silence_after_the_handshake(end: str, server: ConnectionState | None, n
         (writer if end == "proxy" else client).close()
         with contextlib.suppress(ConnectionResetError):
             await reader.read()
-        assert inspected.closed() == refused
+        assert inspected.closed() == ("end after the handshake" if refused else "")
         writer.close()
         client.close()
 
@@ -725,15 +774,26 @@ def test_passed_connections_are_flows(tmp_path: Path, caplog: pytest.LogCaptureF
         assert (flow.metadata["sluice.up"], flow.metadata["sluice.down"]) == (5, 7)
         assert not flow.messages and not flow.killable
         assert "passed through: ci/runner to" in caplog.text and "5 bytes up, 7 down" in caplog.text
-        for _ in range(3 * sluice.PASSED_LINES):
-            run(addon.tls_clienthello(again := Hello(trust("unknown"))))
-            run(addon.client_disconnected(again.context.client))
-        ended = caplog.text.count("TLS passed through: ci/runner")
-        assert ended < 3 * sluice.PASSED_LINES
-        addon.second = 0
-        run(addon.tls_clienthello(again := Hello(trust("unknown"))))
-        run(addon.client_disconnected(again.context.client))
-        assert "more connections in one second" in caplog.text
+
+
+def test_lines_of_the_log_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def flood() -> None:
+        lines = sluice.Lines(20, "TLS passed through")
+        for i in range(sluice.LINES + 3):
+            lines.add("ci/a", f"to {i}.example")
+        lines.add("ci/b", "to b.example")
+        assert caplog.text.count("TLS passed through: ci/a to ") == sluice.LINES
+        assert "ci/b" not in caplog.text
+        await until(lambda: "more connections in one second: 3 of ci/a, 1 of ci/b" in caplog.text)
+        lines.add("ci/b", "to b.example")
+        assert "TLS passed through: ci/b to b.example" in caplog.text
+        caplog.clear()
+        lines.end_second()
+        assert not caplog.text  # there were no more
+
+    run(flood())
 
 
 def test_bytes_of_a_passed_connection_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -753,35 +813,83 @@ def test_bytes_of_a_passed_connection_are_counted(tmp_path: Path, monkeypatch: p
         assert (passed.up, passed.down, written) == (2, 4, [b"down", b"up"])
 
 
-def test_clients_that_refuse_are_passed_until_one_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer: Any = SimpleNamespace(write=None)
-    reader: Any = asyncio.StreamReader.__new__(asyncio.StreamReader)
-    monkeypatch.setattr(sluice, "transport_of", lambda *_: SimpleNamespace(reader=reader, writer=writer))
-    with with_ca(tmp_path) as (addon, _, _):
-        def attempt(facts: sluice.Facts, error: str = "", request: bool = False,
-                    sni: str | None = "a.example") -> bool:
+class Attempts:
+    """Clients of pods that try TLS, each with one connection."""
+
+    def __init__(self, addon: sluice.Sluice, monkeypatch: pytest.MonkeyPatch):
+        self.addon = addon
+        self.reader: Any = asyncio.StreamReader.__new__(asyncio.StreamReader)
+        writer: Any = SimpleNamespace(write=None, is_closing=lambda: False)
+        monkeypatch.setattr(sluice, "transport_of", lambda *_: SimpleNamespace(reader=self.reader, writer=writer))
+
+    def passes(self, facts: sluice.Facts, error: str = "", request: bool = False, hangs_up: bool = False,
+               sni: str | None = "a.example") -> bool:
+        """Reports whether TLS of a client is passed through. Otherwise it does as told."""
+
+        async def attempt() -> bool:
             hello = Hello(facts, sni)
             client: Any = hello.context.client
-            run(addon.tls_clienthello(hello))
+            client.sni = sni
+            await self.addon.tls_clienthello(hello)
             if error:
                 client.error = error
-                addon.tls_failed_client(SimpleNamespace(context=hello.context, conn=client))
+                self.addon.tls_failed_client(SimpleNamespace(context=hello.context, conn=client))
+            if hangs_up:
+                established = SimpleNamespace(get_shutdown=lambda: 2)
+                self.addon.tls_established_client(SimpleNamespace(context=hello.context, ssl_conn=established))
             if request:
                 flow = tflow.tflow()
                 flow.client_conn = client
-                addon.requestheaders(flow)
-            run(addon.client_disconnected(client))
+                self.addon.requestheaders(flow)
+            await self.addon.client_disconnected(client)
+            assert not vars(self.reader).keys() & {"feed_data", "feed_eof", "set_exception"}
             return hello.ignore_connection
 
+        return bool(run(attempt()))
+
+
+def test_clients_that_refuse_are_passed_until_one_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with with_ca(tmp_path) as (addon, _, _):
+        passes = Attempts(addon, monkeypatch).passes
         trusted, strict = trust("trusted"), trust("trusted", "inspect")
-        assert [attempt(trusted, ALERTS[0]) for _ in range(3)] == [False, False, True]
-        assert not attempt(trusted, sni=None) and not attempt(strict)
-        assert [attempt(trusted, ALERTS[0], sni=None) for _ in range(3)] == [False, False, True]  # by address
-        assert [attempt(strict, ALERTS[0], sni="b.example") for _ in range(3)] == [False] * 3
+        assert [passes(trusted, ALERTS[0]) for _ in range(3)] == [False, False, True]
+        assert not passes(trusted, sni=None) and not passes(strict)
+        assert [passes(trusted, ALERTS[0], sni=None) for _ in range(3)] == [False, False, True]  # by address
+        assert [passes(strict, ALERTS[0], sni="b.example") for _ in range(3)] == [False] * 3
+        assert not passes(trusted, sni="b.example")  # nothing was counted
         for _ in range(3):
-            assert not attempt(trusted, ALERTS[0], sni="c.example")
-            assert not attempt(trusted, request=True, sni="c.example")
-            assert not vars(reader).keys() & {"feed_data", "feed_eof", "set_exception"}
+            assert not passes(trusted, ALERTS[0], sni="c.example")
+            assert not passes(trusted, request=True, sni="c.example")
+        assert not passes(trusted, ALERTS[0], sni="d.example")
+        assert not passes(strict, request=True, sni="d.example")  # it does not count, as refusals do not
+        assert not passes(trusted, ALERTS[0], sni="d.example")
+        assert passes(trusted, sni="d.example")
+
+
+def test_each_refusal_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                 caplog: pytest.LogCaptureFixture) -> None:
+    nested = sluice.facts_of({**POD, "trust": "trusted", "nested": "inspect"}, "outbound", "n1", True)
+    inbound = sluice.facts_of({**POD, "trust": "unknown", "tls": "inspect"}, "inbound", "n1")
+    with with_ca(tmp_path) as (addon, _, _):
+        attempts = Attempts(addon, monkeypatch)
+
+        def lines(facts: sluice.Facts, **does: Any) -> list[str]:
+            caplog.clear()
+            assert not attempts.passes(facts, **does)
+            addon.refused_lines.end_second()  # the loop of its timer has ended
+            return [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+
+        line = "sluice: certificate refused: ci/runner to %s (address:22), %s"
+        for facts, by in ((trust("trusted"), ""), (trust("unknown", "inspect"), ""), (nested, ", nested"),
+                          (inbound, ", inbound")):
+            for _ in range(3):
+                for does, how in (({"error": ALERTS[0]}, "alert unknown ca"),
+                                  ({"hangs_up": True}, "end after the handshake")):
+                    assert lines(facts, **does) == [line % ("a.example", how + by)]
+                    assert not lines(facts, request=True)
+        assert lines(trust("trusted"), error=ALERTS[1], sni=None) == [line % ("no SNI", "alert bad certificate")]
+        assert not lines(trust("trusted"), error="connection closed early")
+        assert not lines(sluice.facts_of(POD, "outbound", "n1"), error=ALERTS[0])  # an older sluiced
 
 
 # The CA.
