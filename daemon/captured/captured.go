@@ -3,7 +3,6 @@ package captured
 
 import (
 	"errors"
-	"net"
 	"net/netip"
 	"slices"
 
@@ -16,7 +15,7 @@ import (
 
 // Conn is a captured connection that was accepted at a gate.
 type Conn struct {
-	*net.TCPConn
+	*socket.Conn
 	// Source is the address and port of the client: the app, or for an inbound connection the peer outside the pod.
 	Source netip.AddrPort
 	// Destination is the original destination.
@@ -40,20 +39,20 @@ type Policy struct {
 
 // New describes a connection that was accepted at listener l of g. The error says why the connection must not be
 // carried on. The Conn is then as complete as it could be made, for the log.
-func New(g *gate.Gate, l *gate.Listener, conn *net.TCPConn, p Policy) (Conn, error) {
-	c := Conn{TCPConn: conn, Inbound: l.Inbound, gate: g}
-	peer, ok := conn.RemoteAddr().(*net.TCPAddr)
-	if !ok || socket.IsReset(conn) { // one that was reset before it was accepted has no peer
+func New(g *gate.Gate, l *gate.Listener, conn *socket.Conn, p Policy) (Conn, error) {
+	src := conn.Peer
+	c := Conn{Conn: conn, Inbound: l.Inbound, gate: g}
+	c.Source = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
+	reset, empty := socket.IsOver(conn)
+	if reset {
 		return c, ErrGone
 	}
-	src := peer.AddrPort()
-	c.Source = netip.AddrPortFrom(src.Addr().Unmap(), src.Port())
 	var err error
 	if c.Destination, err = conntrack.OriginalDestination(conn); err != nil {
 		return c, err
 	}
-	if err := c.Gone(); err != nil {
-		return c, err
+	if empty && c.AppState() == sockdiag.AppClosed {
+		return c, ErrGone
 	}
 	if err := permitted(c.Destination); err != nil {
 		return c, err
@@ -67,7 +66,8 @@ func New(g *gate.Gate, l *gate.Listener, conn *net.TCPConn, p Policy) (Conn, err
 // Gone returns ErrGone if the app has given up the connection, and nil otherwise. It is called before the first byte is
 // read. The socket of an app in a nested container is not seen: Gone returns nil until the app resets the connection.
 func (c Conn) Gone() error {
-	if socket.IsReset(c.TCPConn) || socket.IsEmpty(c.TCPConn) && c.AppState() == sockdiag.AppClosed {
+	reset, empty := socket.IsOver(c)
+	if reset || empty && c.AppState() == sockdiag.AppClosed {
 		return ErrGone
 	}
 	return nil

@@ -4,11 +4,13 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
+	"syscall"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/socket"
 )
 
 // ErrNotRedirected is the error of a connection that was made to the capture port itself.
@@ -18,24 +20,31 @@ var ErrNotRedirected = errors.New("connected to the capture port directly")
 const soOriginalDst = 80
 
 // OriginalDestination reads the address to which the app connected before nat redirected the connection.
-func OriginalDestination(c *net.TCPConn) (netip.AddrPort, error) {
-	local := c.LocalAddr().(*net.TCPAddr).AddrPort()
+func OriginalDestination(c syscall.Conn) (netip.AddrPort, error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return netip.AddrPort{}, err
 	}
 	var dst netip.AddrPort
-	cerr := raw.Control(func(fd uintptr) {
-		if local.Addr().Unmap().Is4() {
-			dst, err = originalIPv4(int(fd))
-		} else {
-			dst, err = originalIPv6(int(fd))
-		}
-	})
-	if err := errors.Join(cerr, err); err != nil {
-		return netip.AddrPort{}, fmt.Errorf("SO_ORIGINAL_DST: %w", err)
+	cerr := raw.Control(func(fd uintptr) { dst, err = originalDestination(int(fd)) })
+	return dst, errors.Join(cerr, err)
+}
+
+func originalDestination(fd int) (dst netip.AddrPort, err error) {
+	name, err := unix.Getsockname(fd)
+	if err != nil {
+		return dst, fmt.Errorf("getsockname: %w", err)
 	}
-	if dst == netip.AddrPortFrom(local.Addr().Unmap().WithZone(""), local.Port()) {
+	local := socket.AddrPort(name)
+	if local.Addr().Unmap().Is4() {
+		dst, err = originalIPv4(fd)
+	} else {
+		dst, err = originalIPv6(fd)
+	}
+	if err != nil {
+		return dst, fmt.Errorf("SO_ORIGINAL_DST: %w", err)
+	}
+	if dst == netip.AddrPortFrom(local.Addr().Unmap(), local.Port()) {
 		return dst, ErrNotRedirected
 	}
 	return dst, nil

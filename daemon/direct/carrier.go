@@ -3,7 +3,6 @@ package direct
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"sync"
 	"time"
@@ -70,12 +69,7 @@ func (c *Carrier) record(err error) {
 // AcceptOne takes the connection that has waited longest at l and carries it in a goroutine of wg, until the connection
 // ends or ctx does. It reports whether a connection waited.
 func (c *Carrier) AcceptOne(ctx context.Context, wg *sync.WaitGroup, g *gate.Gate, l *gate.Listener) (bool, error) {
-	now, cancel := context.WithCancel(ctx)
-	cancel() // without a free descriptor the connection is reset at once
-	conn, err := l.Accept(now)
-	if errors.Is(err, context.Canceled) {
-		c.record(fmt.Errorf("%w: out of file descriptors", ErrNotExempt))
-	}
+	conn, err := l.Accept()
 	if conn == nil {
 		return false, err
 	}
@@ -102,8 +96,8 @@ func (c *Carrier) AcceptOne(ctx context.Context, wg *sync.WaitGroup, g *gate.Gat
 // the connection.
 func (c *Carrier) Carry(ctx context.Context, conn captured.Conn) {
 	dialing, cancel := context.WithTimeout(ctx, dialTimeout)
-	stop := socket.WatchReset(conn.TCPConn, 0, cancel)
-	peer, err := dial(dialing, conn.TCPConn, conn.Destination)
+	stop := socket.WatchReset(conn, 0, cancel)
+	peer, err := dial(dialing, conn, conn.Destination)
 	cancel()
 	stop()
 	c.record(err)
@@ -112,11 +106,11 @@ func (c *Carrier) Carry(ctx context.Context, conn captured.Conn) {
 			c.log.Info("connection reset: it could not go direct", "source", conn.Source.String(),
 				"destination", conn.Destination.String(), "count", count, "err", err)
 		}
-		socket.Reset(conn.TCPConn)
+		socket.Reset(conn)
 		return
 	}
 	c.log.Debug("connection goes direct", "source", conn.Source.String(), "destination", conn.Destination.String())
-	c.joined.Join(ctx, splice.Pair{App: conn.TCPConn, Peer: peer, HalfClose: true, AppState: conn.AppState})
+	c.joined.Join(ctx, splice.Pair{App: conn, Peer: peer, HalfClose: true, AppState: conn.AppState})
 }
 
 // cause tells a failure of the node from one of the destination.

@@ -17,6 +17,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"syscall"
 	"time"
 	"unsafe"
 
@@ -31,7 +32,7 @@ import (
 var ErrNotExempt = errors.New("not exempt from capture")
 
 // dial connects to dst from the netns of captured, a connection of the pod there.
-func dial(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.TCPConn, error) {
+func dial(ctx context.Context, captured syscall.Conn, dst netip.AddrPort) (*net.TCPConn, error) {
 	conn, err := dialExempt(ctx, captured, dst)
 	if err != nil {
 		return nil, fmt.Errorf("connecting to %s from the pod's netns: %w", dst, err)
@@ -39,7 +40,7 @@ func dial(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.
 	return conn, nil
 }
 
-func dialExempt(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) (*net.TCPConn, error) {
+func dialExempt(ctx context.Context, captured syscall.Conn, dst netip.AddrPort) (*net.TCPConn, error) {
 	var s *os.File
 	var exempt conntrack.Flow
 	err := inNetnsOf(ctx, captured, func() (err error) {
@@ -74,7 +75,7 @@ func dialExempt(ctx context.Context, captured *net.TCPConn, dst netip.AddrPort) 
 var threads = make(chan struct{}, 16)
 
 // inNetnsOf calls do on a thread in the netns of conn.
-func inNetnsOf(ctx context.Context, conn *net.TCPConn, do func() error) error {
+func inNetnsOf(ctx context.Context, conn syscall.Conn, do func() error) error {
 	select {
 	case threads <- struct{}{}:
 	case <-ctx.Done():

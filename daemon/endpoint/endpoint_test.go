@@ -20,6 +20,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/captured"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
+	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -44,7 +45,7 @@ func newTable(t *testing.T) *testTable {
 	table := &testTable{acceptors: map[attach.NetnsID]*acceptor{}}
 	table.Table = NewTable(func(s Served) Acceptor {
 		a := &acceptor{
-			Served: s, accepting: table.accepting, accepted: make(chan net.Conn, 10), ended: make(chan error, 10),
+			Served: s, accepting: table.accepting, accepted: make(chan *socket.Conn, 10), ended: make(chan error, 10),
 		}
 		table.mu.Lock()
 		defer table.mu.Unlock()
@@ -69,7 +70,7 @@ func (table *testTable) acceptor(e *Endpoint) *acceptor {
 type acceptor struct {
 	Served
 	accepting bool
-	accepted  chan net.Conn
+	accepted  chan *socket.Conn
 	ended     chan error // receives the cause of the end of accepting, once for each call of Serve
 }
 
@@ -88,7 +89,7 @@ func (a *acceptor) Serve(ctx, accepting context.Context, g *gate.Gate) {
 
 func (a *acceptor) accept(ctx, accepting context.Context, l *gate.Listener) {
 	for l.Wait() == nil && accepting.Err() == nil {
-		if c, err := l.Accept(ctx); c != nil {
+		if c, err := l.Accept(); c != nil {
 			a.accepted <- c
 		} else if err != nil {
 			return

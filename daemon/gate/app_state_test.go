@@ -18,7 +18,7 @@ func TestAppStateOfOpenHalfClosedAndClosedApps(t *testing.T) {
 			h, g := newPod(t)
 			app := dial(t, h, address)
 			conn := accept(t, g)
-			src, dst := netip.MustParseAddrPort(conn.RemoteAddr().String()), netip.MustParseAddrPort(address)
+			src, dst := conn.Peer, netip.MustParseAddrPort(address)
 			check := func(app string, want sockdiag.AppState) {
 				t.Helper()
 				if got := g.AppState(src, dst); got != want {
@@ -56,7 +56,7 @@ func TestAppStateAfterCloseWithoutHalfClose(t *testing.T) {
 	if b, err := io.ReadAll(conn); len(b) > 0 || err != nil {
 		t.Fatalf("got %q, %v", b, err)
 	}
-	src := netip.MustParseAddrPort(conn.RemoteAddr().String())
+	src := conn.Peer
 	testbed.Eventually(t, "the app's socket is closed", func() bool {
 		return g.AppState(src, netip.MustParseAddrPort(webIPv4)) == sockdiag.AppClosed
 	})
@@ -67,7 +67,7 @@ func TestAppStateOfUnknownConnections(t *testing.T) {
 	h, g := newPod(t)
 	dial(t, h, webIPv4)
 	conn := accept(t, g)
-	src := netip.MustParseAddrPort(conn.RemoteAddr().String())
+	src := conn.Peer
 	for source, from := range map[string]netip.AddrPort{
 		"another address": netip.AddrPortFrom(netip.MustParseAddr("10.0.0.6"), src.Port()),
 		"another port":    netip.AddrPortFrom(src.Addr(), src.Port()^1),

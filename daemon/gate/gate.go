@@ -17,6 +17,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/conntrack"
 	"github.com/sluice-cni/sluice/daemon/netns"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
+	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
@@ -80,7 +81,9 @@ func Adopt(path string, listeners []*os.File, ports ruleset.Ports) (*Gate, error
 		var berr error
 		l.at, berr = l.boundTo()
 		l.Inbound = isInbound(l.at)
-		err = errors.Join(err, berr)
+		var perr error // an older version has not set them
+		cerr := l.control(func(fd int) { perr = socket.PrepareListener(fd) })
+		err = errors.Join(err, berr, cerr, perr)
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("taking over listeners in netns %s: %w", path, err), g.Close())

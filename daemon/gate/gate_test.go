@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/conntrack"
+	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -59,12 +60,12 @@ func dial(t *testing.T, h *testbed.Host, address string) *net.TCPConn {
 }
 
 // accept waits for a connection at any listener of g.
-func accept(t *testing.T, g *Gate) *net.TCPConn {
+func accept(t *testing.T, g *Gate) *socket.Conn {
 	t.Helper()
-	var conn *net.TCPConn
+	var conn *socket.Conn
 	testbed.Eventually(t, "a connection can be accepted", func() bool {
 		for _, l := range g.Listeners {
-			c, err := l.Accept(t.Context())
+			c, err := l.Accept()
 			if err != nil {
 				t.Fatalf("Accept: %v", err)
 			}
@@ -114,7 +115,7 @@ func TestWaitDoesNotAccept(t *testing.T) {
 		checkQueued(t, g, want)
 	}
 	for _, l := range g.Listeners {
-		if c, err := l.Accept(t.Context()); c != nil || err != nil {
+		if c, err := l.Accept(); c != nil || err != nil {
 			t.Errorf("Accept without a connection: got %v, %v; want nothing", c, err)
 		}
 	}
@@ -166,7 +167,7 @@ func TestCloseUnblocksWait(t *testing.T) {
 		if err := l.Wait(); !errors.Is(err, os.ErrClosed) {
 			t.Errorf("Wait after Close: got %v, want os.ErrClosed", err)
 		}
-		if c, err := l.Accept(t.Context()); c != nil || !errors.Is(err, os.ErrClosed) {
+		if c, err := l.Accept(); c != nil || !errors.Is(err, os.ErrClosed) {
 			t.Errorf("Accept after Close: got %v, %v; want os.ErrClosed", c, err)
 		}
 	}

@@ -1,18 +1,14 @@
 package gate
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"os"
 	"slices"
-	"time"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
@@ -80,6 +76,9 @@ func listen(at netip.AddrPort) (*Listener, error) {
 	if err := unix.SetsockoptInt(fd, unix.SOL_IP, unix.IP_FREEBIND, 1); err != nil {
 		return fail("IP_FREEBIND", err)
 	}
+	if err := socket.PrepareListener(fd); err != nil {
+		return fail("inherited options", err)
+	}
 	if err := unix.Bind(fd, to); err != nil {
 		return fail("bind", err)
 	}
@@ -107,60 +106,40 @@ func (l *Listener) Wait() error {
 	return nil
 }
 
-// acceptRetry is the delay between attempts to get a second descriptor for an accepted connection.
-const acceptRetry = 10 * time.Millisecond
-
-// Accept takes the connection that has waited longest, or returns nil if none waits. Making a net.TCPConn takes a
-// second descriptor for a moment. If the process has none left, Accept waits for one until ctx ends, so that the
-// accepted connection is not lost.
-func (l *Listener) Accept(ctx context.Context) (*net.TCPConn, error) {
-	fd, err := l.accept()
-	if err != nil || fd < 0 {
-		return nil, err
+// Accept takes the connection that has waited longest, or returns nil if none waits. Until it is joined to the upstream,
+// the end of this process must not look to the app like the end of an answer: any close is a reset.
+func (l *Listener) Accept() (c *socket.Conn, err error) {
+	if cerr := l.control(func(l int) { c, err = socket.Accept(l) }); cerr != nil {
+		return nil, cerr
 	}
-	// Until it is joined to the upstream, the end of this process must not look to the app like the end of an answer.
-	if err := socket.ResetOnClose(fd); err != nil {
-		return nil, errors.Join(err, unix.Close(fd))
-	}
-	f := os.NewFile(uintptr(fd), "captured") // blocking, so that only the duplicate is polled
-	defer f.Close()                          //nolint:errcheck // FileConn made that duplicate
-	for {
-		c, err := net.FileConn(f)
-		switch {
-		case err == nil:
-			return c.(*net.TCPConn), nil
-		case !errors.Is(err, unix.EMFILE) && !errors.Is(err, unix.ENFILE):
-			return nil, err
-		}
-		if err := pause.For(ctx, acceptRetry); err != nil {
-			return nil, err
-		}
-	}
+	return c, acceptError(err)
 }
 
 // Refuse resets the connection that has waited longest. It reports whether there was one, and whether it was still
 // open.
 func (l *Listener) Refuse() (found, open bool, err error) {
-	fd, err := l.accept()
-	if err != nil || fd < 0 {
-		return false, false, err
+	var fd int
+	if cerr := l.control(func(l int) { fd, _, err = unix.Accept4(l, unix.SOCK_CLOEXEC) }); cerr != nil {
+		return false, false, cerr
+	}
+	if err != nil {
+		return false, false, acceptError(err)
 	}
 	_, gone := unix.Getpeername(fd) // fails with ENOTCONN after a reset
 	return true, gone == nil, errors.Join(socket.ResetOnClose(fd), unix.Close(fd))
 }
 
-// accept returns -1 when no connection waits.
-func (l *Listener) accept() (fd int, err error) {
-	if cerr := l.control(func(l int) { fd, _, err = unix.Accept4(l, unix.SOCK_CLOEXEC) }); cerr != nil {
-		return -1, cerr
+// acceptError is nil if only no connection waits.
+func acceptError(err error) error {
+	for _, none := range []error{unix.EAGAIN, unix.ECONNABORTED, unix.EINTR} {
+		if errors.Is(err, none) {
+			return nil
+		}
 	}
-	switch {
-	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.ECONNABORTED), errors.Is(err, unix.EINTR):
-		return -1, nil
-	case err != nil:
-		return -1, fmt.Errorf("accept: %w", err)
+	if err != nil {
+		return fmt.Errorf("accept: %w", err)
 	}
-	return fd, nil
+	return nil
 }
 
 // Queued counts the connections in the accept queue of l.

@@ -8,6 +8,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/conntrack"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
+	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
@@ -77,16 +78,16 @@ func TestSweepFindsConnectionsThatAreOver(t *testing.T) {
 	over, nowhere := 0, 0
 	for range 12 {
 		conn := accept(t, g)
-		if conn.RemoteAddr() == nil { // reset
+		if reset, _ := socket.IsOver(conn); reset {
 			over++
 			if _, err := conntrack.OriginalDestination(conn); err != nil {
 				nowhere++
 			}
 			continue
 		}
-		app, ok := apps[conn.RemoteAddr().String()]
+		app, ok := apps[conn.Peer.String()]
 		if !ok {
-			t.Errorf("accepted a connection of %s, want one of %v", conn.RemoteAddr(), apps)
+			t.Errorf("accepted a connection of %s, want one of %v", conn.Peer, apps)
 		}
 		testbed.Send(t, conn, "answer")
 		if app != nil {

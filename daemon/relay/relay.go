@@ -74,7 +74,7 @@ func (s *Server) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Li
 		if err != nil {
 			return // accepting has ended
 		}
-		conn, err := l.Accept(ctx)
+		conn, err := l.Accept()
 		if conn == nil {
 			slot.leave()
 			if errors.Is(err, os.ErrClosed) {

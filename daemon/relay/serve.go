@@ -29,7 +29,7 @@ const (
 
 // serve relays conn, which it owns, from listener l of g. The end of the connection is done for wg.
 func (s *Server) serve(
-	ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, slot *slot, wg *sync.WaitGroup,
+	ctx context.Context, g *gate.Gate, l *gate.Listener, conn *socket.Conn, slot *slot, wg *sync.WaitGroup,
 ) {
 	c, peer, first, err := s.establish(ctx, g, l, conn, slot)
 	switch refused := (refusedError{}); {
@@ -81,7 +81,7 @@ func cause(err error) string {
 type refusedError struct{ error }
 
 // establish finds out where conn goes, and has the upstream connect to there. It gives the slot back.
-func (s *Server) establish(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, slot *slot) (
+func (s *Server) establish(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *socket.Conn, slot *slot) (
 	c captured.Conn, peer *net.TCPConn, first []byte, err error,
 ) {
 	defer slot.leave()
@@ -149,7 +149,7 @@ func (s *Server) ask(ctx context.Context, c captured.Conn, slot *slot) (*net.TCP
 	}
 	slow := time.AfterFunc(slowHandshake, slot.leave)
 	defer slow.Stop()
-	stop := socket.WatchReset(c.TCPConn, slowHandshake, cancel)
+	stop := socket.WatchReset(c, slowHandshake, cancel)
 	defer stop()
 	first, err := s.relay.upstream.Ask(ctx, conn, s.request(c))
 	return conn.TCPConn, first, err

@@ -85,8 +85,12 @@ const (
 // sending side down may have sent bytes that are still to be read.
 func IsReset(c syscall.Conn) bool { return state(c) == tcpClose }
 
-// IsEmpty reports whether the peer has ended its side, and no byte of it is left to be read.
-func IsEmpty(c syscall.Conn) bool { return state(c) == tcpCloseWait && length(c, unix.SIOCINQ) == 0 }
+// IsOver reports whether the peer has reset the connection, and whether it has ended its side and no byte of it is left
+// to be read.
+func IsOver(c syscall.Conn) (reset, empty bool) {
+	s := state(c)
+	return s == tcpClose, s == tcpCloseWait && length(c, unix.SIOCINQ) == 0
+}
 
 // IsDelivered reports whether the peer's kernel has acknowledged every byte that was written to c.
 func IsDelivered(c syscall.Conn) bool { return length(c, unix.SIOCOUTQ) == 0 }

@@ -24,6 +24,9 @@ const (
 	// dialTimeout bounds the TCP handshake with the upstream. An upstream whose backlog is full drops SYNs, and refuses
 	// nothing; the kernel sends the second SYN after 1 s and the third after 3 s.
 	dialTimeout = 5 * time.Second
+	// refillDelay is the time before another idle connection is dialed in place of one that was taken: the request on
+	// that one is more urgent.
+	refillDelay = time.Millisecond
 	// exhaustedInterval is the time between attempts while this process lacks descriptors, ports or memory.
 	exhaustedInterval = time.Second
 )
@@ -77,6 +80,7 @@ func (u *Upstream) Run(ctx context.Context) error {
 		case err == nil:
 			u.recordDialed()
 			if u.offer(ctx, conn) {
+				_ = pause.For(ctx, refillDelay) // the loop looks at ctx
 				continue
 			}
 			// The proxy has ended, or it ends idle connections: the next dial tells which.

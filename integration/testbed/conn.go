@@ -37,7 +37,7 @@ func ConnPair(tb testing.TB) (far, near *net.TCPConn) {
 }
 
 // Send writes s to c. A failure ends the test.
-func Send(tb testing.TB, c net.Conn, s string) {
+func Send(tb testing.TB, c io.Writer, s string) {
 	tb.Helper()
 	if _, err := io.WriteString(c, s); err != nil {
 		tb.Fatalf("sending %q: %v", s, err)
@@ -53,7 +53,7 @@ func CloseWrite(tb testing.TB, c *net.TCPConn) {
 }
 
 // CheckReads checks that c, which name describes, reads want.
-func CheckReads(tb testing.TB, name string, c net.Conn, want string) {
+func CheckReads(tb testing.TB, name string, c io.Reader, want string) {
 	tb.Helper()
 	got := make([]byte, len(want))
 	if _, err := io.ReadFull(c, got); err != nil || string(got) != want {
@@ -63,7 +63,7 @@ func CheckReads(tb testing.TB, name string, c net.Conn, want string) {
 
 // CheckReadFails checks that c, which name describes, reads no more data but the error want: io.EOF after a half-close,
 // ECONNRESET after a reset.
-func CheckReadFails(tb testing.TB, name string, c net.Conn, want error) {
+func CheckReadFails(tb testing.TB, name string, c io.Reader, want error) {
 	tb.Helper()
 	if n, err := c.Read(make([]byte, 1)); n > 0 || !errors.Is(err, want) {
 		tb.Errorf("%s reads: got %d bytes, %v; want %v", name, n, err, want)
