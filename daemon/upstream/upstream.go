@@ -141,8 +141,14 @@ func isLocalExhaustion(err error) bool {
 // Dial returns a connection on which one request can be made: the idle one, or a new one. Every error
 // wraps ErrLate.
 func (u *Upstream) Dial(ctx context.Context) (*Conn, error) {
-	if c := u.swapIdle(nil); c != nil {
+	switch c := u.swapIdle(nil); {
+	case c == nil:
+	case u.protocol != config.ProxyV2:
 		return &Conn{c.TCPConn, c}, nil
+	case c.take():
+		return &Conn{c.TCPConn, c.TCPConn}, nil
+	default:
+		_ = c.Close() // the proxy has ended it
 	}
 	conn, err := u.dial(ctx)
 	if err != nil {
