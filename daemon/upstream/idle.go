@@ -46,13 +46,12 @@ func (c *idleConn) Read(p []byte) (int, error) {
 	return c.TCPConn.Read(p)
 }
 
-// take ends the watch, for a protocol without an answer, and reports whether the connection is still there. The bytes of
-// a connection that the proxy has ended would be lost.
-func (c *idleConn) take() bool {
+// endWatch ends the watch for a protocol without an answer, when the request has been written.
+func (c *idleConn) endWatch() error {
 	c.asked()
-	_ = c.SetReadDeadline(time.Unix(1, 0))
+	_ = c.SetReadDeadline(time.Unix(1, 0)) // fails only on a closed connection, as the next call will
 	<-c.ended
-	return c.SetReadDeadline(time.Time{}) == nil && !isReadable(c.TCPConn)
+	return c.SetReadDeadline(time.Time{})
 }
 
 // isReadable reports whether conn has bytes, or has ended.

@@ -31,6 +31,11 @@ func announce(conn net.Conn, req Request) ([]byte, error) {
 	if _, err := conn.Write(proxyHeader(req)); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrLate, err)
 	}
+	if idle, is := conn.(*idleConn); is {
+		if err := idle.endWatch(); err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrLate, err)
+		}
+	}
 	return nil, nil
 }
 

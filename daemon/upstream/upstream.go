@@ -141,14 +141,12 @@ func isLocalExhaustion(err error) bool {
 // Dial returns a connection on which one request can be made: the idle one, or a new one. Every error
 // wraps ErrLate.
 func (u *Upstream) Dial(ctx context.Context) (*Conn, error) {
-	switch c := u.swapIdle(nil); {
-	case c == nil:
-	case u.protocol != config.ProxyV2:
-		return &Conn{c.TCPConn, c}, nil
-	case c.take():
-		return &Conn{c.TCPConn, c.TCPConn}, nil
-	default:
-		_ = c.Close() // the proxy has ended it
+	if c := u.swapIdle(nil); c != nil {
+		// Where an answer follows, it tells whether the connection is still there.
+		if u.protocol != config.ProxyV2 || !isReadable(c.TCPConn) {
+			return &Conn{c.TCPConn, c}, nil
+		}
+		_ = c.Close() // the proxy has ended it, and the app's bytes would be lost
 	}
 	conn, err := u.dial(ctx)
 	if err != nil {
