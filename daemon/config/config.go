@@ -109,6 +109,8 @@ const (
 	Sockets Protocol = "sockets"
 )
 
+var protocols = []Protocol{Connect, SOCKS5, ProxyV2, Sockets}
+
 // Capture selects the attachments that are captured, and the part of their traffic that is.
 type Capture struct {
 	Source Source
@@ -247,7 +249,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 	address := func(s string) (string, error) { return Address(s, lookupEnv) }
 	return map[string]setter{
 		"upstream.address":                 text(&c.Upstream.Address, address),
-		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5, ProxyV2, Sockets})),
+		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf(protocols)),
 		"upstream.podSelector.namespace":   text(&c.Upstream.Pods.Namespace, named),
 		"upstream.podSelector.matchLabels": labels(&c.Upstream.Pods),
 		"upstream.service.namespace":       text(&c.Upstream.Service.Namespace, named),

@@ -77,15 +77,18 @@ func TestSecretTrustsNoFileOfAProxy(t *testing.T) {
 	t.Parallel()
 	elsewhere := filepath.Join(t.TempDir(), "elsewhere")
 	valid := strings.Repeat("a1", secretBytes)
+	write := func(text string) func(string) error {
+		return func(path string) error { return os.WriteFile(path, []byte(text), 0o600) }
+	}
 	for name, put := range map[string]func(path string) error{
 		"a link to another file":  func(path string) error { return os.Symlink(elsewhere, path) },
 		"a link to nothing":       func(path string) error { return os.Symlink(elsewhere+"-none", path) },
 		"a FIFO":                  func(path string) error { return unix.Mkfifo(path, 0o600) },
 		"an empty folder":         func(path string) error { return os.Mkdir(path, 0o700) },
-		"nothing":                 func(path string) error { return os.WriteFile(path, nil, 0o600) },
-		"a header":                func(path string) error { return os.WriteFile(path, []byte(valid[2:]+"\r\n"), 0o600) },
-		"more than a secret":      func(path string) error { return os.WriteFile(path, []byte(valid+"\r"), 0o600) },
-		"digits in another style": func(path string) error { return os.WriteFile(path, []byte(strings.ToUpper(valid)), 0o600) },
+		"nothing":                 write(""),
+		"a header":                write(valid[2:] + "\r\n"),
+		"more than a secret":      write(valid + "\r"),
+		"digits in another style": write(strings.ToUpper(valid)),
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

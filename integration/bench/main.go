@@ -89,7 +89,8 @@ func (b *bench) prepare() {
 	b.tb.must(err, "building")
 	b.bin = bin
 	b.report.Versions = []string{
-		version("redsocks", "-v"), version("haproxy", "-v"), version("iptables", "--version"), version(testbed.CNIPlugins + "/bridge"),
+		version("redsocks", "-v"), version("haproxy", "-v"), version("iptables", "--version"),
+		version(testbed.CNIPlugins + "/bridge"),
 	}
 	for _, v := range mitmproxies {
 		b.report.Versions = append(b.report.Versions, version(testbed.Mitmproxy(b.tb, v, "mitmdump"), "--version"))

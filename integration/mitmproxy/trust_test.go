@@ -101,7 +101,8 @@ func (c *trusting) ask(conn net.Conn, nested bool, address string) error {
 		return err
 	}
 	policy := c.trust["tls"]
-	headers := "Sluice-Secret: " + string(secret) + "\r\nSluice-Pod-Namespace: default\r\nSluice-Pod-Name: web\r\nSluice-Pod-UID: uid-web\r\n"
+	headers := "Sluice-Secret: " + string(secret) + "\r\nSluice-Pod-Namespace: default\r\n" +
+		"Sluice-Pod-Name: web\r\nSluice-Pod-UID: uid-web\r\n"
 	if nested {
 		policy = c.trust["nested"]
 		headers += "Sluice-Nested: true\r\n"
