@@ -267,6 +267,13 @@ func (d daemon) upstream(p *parts) (
 		locate = p.node.Locate
 	}
 	p.upstream = upstream.New(d.conf.Upstream, locate, d.log)
+	if d.conf.Upstream.Protocol == config.Connect {
+		secret, err := upstream.Secret(filepath.Dir(d.conf.ProxySocket))
+		if err != nil { // connections are more than the names on them
+			d.log.Error("proxies cannot tell requests of this daemon from others", "err", err)
+		}
+		p.upstream.Authenticate(secret)
+	}
 	r := relay.New(p.upstream, d.log)
 	return p.upstream, func(s endpoint.Served, trust func() attach.PodTrust) endpoint.Acceptor {
 		return r.For(s, trust)

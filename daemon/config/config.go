@@ -105,9 +105,13 @@ const (
 	// Connect is HTTP CONNECT.
 	Connect Protocol = "connect"
 	SOCKS5  Protocol = "socks5"
+	// ProxyV2 is a header before the app's bytes: version 2 of the PROXY protocol.
+	ProxyV2 Protocol = "proxy-v2"
 	// Sockets needs no request: proxies take the listeners of pods and accept on them, without a relay.
 	Sockets Protocol = "sockets"
 )
+
+var protocols = []Protocol{Connect, SOCKS5, ProxyV2, Sockets}
 
 // Capture selects the attachments that are captured, and the part of their traffic that is.
 type Capture struct {
@@ -274,7 +278,7 @@ func (c *Config) keys(lookupEnv func(string) (string, bool)) map[string]setter {
 	address := func(s string) (string, error) { return Address(s, lookupEnv) }
 	return map[string]setter{
 		"upstream.address":                 text(&c.Upstream.Address, address),
-		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf([]Protocol{Connect, SOCKS5, Sockets})),
+		"upstream.protocol":                text(&c.Upstream.Protocol, oneOf(protocols)),
 		"upstream.podSelector.namespace":   text(&c.Upstream.Pods.Namespace, named),
 		"upstream.podSelector.matchLabels": matchLabels(&c.Upstream.Pods),
 		"upstream.service.namespace":       text(&c.Upstream.Service.Namespace, named),

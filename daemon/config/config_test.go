@@ -291,7 +291,7 @@ func TestParseErrors(t *testing.T) {
 		{"upstream: {address: '${EMPTY}:1'}\n" + source, `environment variable EMPTY is not set or empty`},
 		{
 			"upstream: {address: 'a:1', protocol: http}\n" + source,
-			`upstream.protocol: "http" is not one of [connect socks5 sockets]`,
+			`upstream.protocol: "http" is not one of [connect socks5 proxy-v2 sockets]`,
 		},
 		{
 			pods(`service: {namespace: p, name: n}, protocol: sockets`),

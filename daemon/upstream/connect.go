@@ -27,8 +27,8 @@ const (
 
 // askConnect asks with HTTP CONNECT (RFC 9110, section 9.3.6). It sends nothing after the request until the answer has
 // come: mitmproxy loses line breaks that arrive together with the request.
-func askConnect(conn net.Conn, req Request) ([]byte, error) {
-	if _, err := io.WriteString(conn, connectRequest(req)); err != nil {
+func askConnect(conn net.Conn, req Request, secret string) ([]byte, error) {
+	if _, err := io.WriteString(conn, connectRequest(req, secret)); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrLate, err)
 	}
 	ending := &ending{Reader: io.LimitReader(conn, maxAnswer)}
@@ -63,10 +63,11 @@ func (e *ending) Read(p []byte) (n int, err error) {
 	return n, err
 }
 
-func connectRequest(req Request) string {
+func connectRequest(req Request, secret string) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "CONNECT %[1]s HTTP/1.1\r\nHost: %[1]s\r\n", req.Destination)
 	for _, h := range []struct{ name, value string }{
+		{"Sluice-Secret", secret},
 		{"Sluice-Pod-Namespace", req.Pod.Namespace},
 		{"Sluice-Pod-Name", req.Pod.Name},
 		{"Sluice-Pod-UID", req.Pod.UID},

@@ -81,6 +81,28 @@ func TestConnectRequestNamesDestinationAndPod(t *testing.T) {
 	}
 }
 
+// TestConnectRequestHasTheSecret, before all that the proxy believes because of it.
+func TestConnectRequestHasTheSecret(t *testing.T) {
+	t.Parallel()
+	got := make(chan string, 1)
+	p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
+		asked, _ := readConnect(conn)
+		got <- asked
+		_, _ = io.WriteString(conn, "HTTP/1.1 200 OK\r\n\r\n")
+	})
+	u := newUpstream(p.Addr().String(), config.Connect)
+	u.Authenticate("a1b2")
+	conn, _, err := dialAndAsk(t.Context(), u, request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = conn.Close()
+	const want = "CONNECT 192.0.2.7:443 HTTP/1.1\r\nHost: 192.0.2.7:443\r\nSluice-Secret: a1b2\r\nSluice-Pod-"
+	if asked := <-got; !strings.HasPrefix(asked, want) {
+		t.Errorf("got %q; want %q first", asked, want)
+	}
+}
+
 // TestInboundFromTheUpstreamIsRefused without a request: the upstream would connect to the pod again, without end.
 func TestInboundFromTheUpstreamIsRefused(t *testing.T) {
 	t.Parallel()

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -43,6 +44,26 @@ func (c *idleConn) Read(p []byte) (int, error) {
 	c.asked()
 	<-c.ended
 	return c.TCPConn.Read(p)
+}
+
+// endWatch ends the watch for a protocol without an answer, when the request has been written.
+func (c *idleConn) endWatch() error {
+	c.asked()
+	_ = c.SetReadDeadline(time.Unix(1, 0)) // fails only on a closed connection, as the next call will
+	<-c.ended
+	return c.SetReadDeadline(time.Time{})
+}
+
+// isReadable reports whether conn has bytes, or has ended.
+func isReadable(conn *net.TCPConn) bool {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return true // closed
+	}
+	cerr := raw.Control(func(fd uintptr) {
+		_, _, err = unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	})
+	return cerr != nil || !errors.Is(err, unix.EAGAIN)
 }
 
 // offer keeps conn as the idle connection until a request takes it, it ends, or ctx does. It reports whether a request

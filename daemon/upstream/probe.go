@@ -7,6 +7,8 @@ import (
 	"net"
 	"os"
 	"time"
+
+	"github.com/sluice-cni/sluice/daemon/config"
 )
 
 const (
@@ -73,12 +75,27 @@ func (u *Upstream) askForOwn(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("listening for a probe of the upstream: %w", err)
 	}
-	defer l.Close() //nolint:errcheck // it accepts nothing
-	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	defer l.Close() //nolint:errcheck // it accepts nothing, or all that it was to accept
+	stop := context.AfterFunc(ctx, func() {
+		_ = errors.Join(conn.SetDeadline(time.Unix(1, 0)), l.SetDeadline(time.Unix(1, 0)))
+	})
 	defer stop()
-	if _, err := u.speak(conn, Request{Destination: l.Addr().(*net.TCPAddr).AddrPort()}); err != nil {
+	_, err = u.speak(conn, Request{Destination: l.Addr().(*net.TCPAddr).AddrPort()})
+	if err == nil && u.protocol == config.ProxyV2 { // its answer is the connection
+		err = acceptOne(l)
+	}
+	if err != nil {
 		return fmt.Errorf("the upstream accepts connections but fails a probe: %w", err)
 	}
 	u.recordConnected()
 	return nil
+}
+
+// acceptOne waits for a connection to l, and closes it.
+func acceptOne(l net.Listener) error {
+	conn, err := l.Accept()
+	if err != nil {
+		return err
+	}
+	return conn.Close()
 }

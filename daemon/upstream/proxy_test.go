@@ -118,8 +118,10 @@ func stayOpen(c *net.TCPConn)  { _, _ = io.Copy(io.Discard, c) }
 func resetConn(c *net.TCPConn) { _ = c.SetLinger(0) }
 
 func newUpstream(address string, protocol config.Protocol) *Upstream {
-	return New(config.Upstream{Address: address, Protocol: protocol}, nil, slog.New(slog.DiscardHandler))
+	return newUpstreamOf(config.Upstream{Address: address, Protocol: protocol})
 }
+
+func newUpstreamOf(c config.Upstream) *Upstream { return New(c, nil, slog.New(slog.DiscardHandler)) }
 
 // dialAndAsk makes one request, as the relay does.
 func dialAndAsk(ctx context.Context, u *Upstream, req Request) (*net.TCPConn, []byte, error) {

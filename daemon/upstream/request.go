@@ -46,7 +46,7 @@ type Request struct {
 }
 
 // HalfClose reports whether the upstream's protocol carries the end of one direction alone.
-func (u *Upstream) HalfClose() bool { return u.protocol == config.SOCKS5 }
+func (u *Upstream) HalfClose() bool { return u.protocol != config.Connect }
 
 // Ask asks the upstream on conn for a connection to req.Destination, and returns the first bytes that the destination
 // has sent already. The error is ErrLate, ErrUnreachable, ErrMisconfigured or that of ctx; conn is closed then.
@@ -73,8 +73,12 @@ func (u *Upstream) Ask(ctx context.Context, conn *Conn, req Request) ([]byte, er
 
 // speak makes one request in the upstream's protocol.
 func (u *Upstream) speak(conn net.Conn, req Request) ([]byte, error) {
-	if u.protocol == config.SOCKS5 {
+	switch u.protocol {
+	case config.SOCKS5:
 		return askSOCKS5(conn, req)
+	case config.ProxyV2:
+		return announce(conn, req)
+	default:
+		return askConnect(conn, req, u.secret)
 	}
-	return askConnect(conn, req)
 }

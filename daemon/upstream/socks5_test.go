@@ -143,7 +143,9 @@ func TestSOCKS5RepliesAreClassified(t *testing.T) {
 
 func TestHalfCloseDependsOnTheProtocol(t *testing.T) {
 	t.Parallel()
-	for protocol, want := range map[config.Protocol]bool{config.Connect: false, config.SOCKS5: true} {
+	for protocol, want := range map[config.Protocol]bool{
+		config.Connect: false, config.SOCKS5: true, config.ProxyV2: true,
+	} {
 		if got := newUpstream("127.0.0.1:1", protocol).HalfClose(); got != want {
 			t.Errorf("%s: got %t, want %t", protocol, got, want)
 		}

@@ -36,6 +36,7 @@ type Upstream struct {
 	name     string
 	locate   func() (string, error)
 	protocol config.Protocol
+	secret   string // empty: none
 	log      *slog.Logger
 	every    time.Duration // between probes; 0 for none
 	dialed   chan struct{} // receives when a dial has succeeded; the probes listen
@@ -63,6 +64,10 @@ func New(c config.Upstream, locate func() (string, error), log *slog.Logger) *Up
 		ready: make(chan struct{}), since: time.Now(), reason: "not dialed yet",
 	}
 }
+
+// Authenticate adds a secret to requests of the protocol connect. A proxy that knows it can tell the daemon's requests
+// from those of other clients. It is called before Run.
+func (u *Upstream) Authenticate(secret string) { u.secret = secret }
 
 // Run watches the upstream until ctx ends. It keeps one idle connection to it. The end of that connection is the
 // earliest and cheapest sign that the proxy has ended, and the next request takes it, which saves the dial.
@@ -146,7 +151,11 @@ func isLocalExhaustion(err error) bool {
 // wraps ErrLate.
 func (u *Upstream) Dial(ctx context.Context) (*Conn, error) {
 	if c := u.swapIdle(nil); c != nil {
-		return &Conn{c.TCPConn, c}, nil
+		// Where an answer follows, it tells whether the connection is still there.
+		if u.protocol != config.ProxyV2 || !isReadable(c.TCPConn) {
+			return &Conn{c.TCPConn, c}, nil
+		}
+		_ = c.Close() // the proxy has ended it, and the app's bytes would be lost
 	}
 	conn, err := u.dial(ctx)
 	if err != nil {

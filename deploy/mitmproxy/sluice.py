@@ -8,7 +8,7 @@ This addon accepts connections on them. There is no relay between the pod and mi
 pod's own address. While mitmproxy does not run, connections wait in the kernel.
 
 With `upstream.protocol: connect`, sluiced relays, and this addon reads the pod's name from the headers of sluiced's
-CONNECT requests.
+CONNECT requests. It believes requests with the secret that sluiced keeps beside its socket.
 
 The mode of mitmproxy's own server does not matter: it is for clients that use mitmproxy explicitly. Without such
 clients, add `--set server=false`.
@@ -35,6 +35,7 @@ import contextvars
 import errno
 import functools
 import gc
+import hmac
 import ipaddress
 import json
 import logging
@@ -51,7 +52,7 @@ from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from mitmproxy import certs, ctx, exceptions, platform, tcp, version
+from mitmproxy import certs, ctx, platform, tcp, version
 from mitmproxy.connection import ConnectionState
 from mitmproxy.net import tls as net_tls
 from mitmproxy.proxy import layers
@@ -60,6 +61,7 @@ from OpenSSL import SSL
 
 PROTOCOL = 1
 MAX_MESSAGE = 64 << 10
+SECRET_FILE = "proxy.secret"  # in the folder of the socket
 RECONNECT = 0.25  # seconds
 SILENCE = 5  # seconds; sluiced sends a message every second
 RESERVE = 16  # descriptors for everything that is not a connection
@@ -887,7 +889,6 @@ class Sluice:
         self.refused_lines = Lines(logging.WARNING, "certificate refused")
         self.room = 0  # number of further connections for which there are descriptors: a lower bound
         self.flows = 0  # number of flows since they were last counted
-        self.relays: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
 
     def load(self, loader: Any) -> None:
         leaves_name_their_issuer()
@@ -897,12 +898,6 @@ class Sluice:
             "Unix socket of sluiced, which hands over the listening sockets of pods. Empty: do not connect to it.",
         )
         loader.add_option("sluice_labels", Sequence[str], [], "Pod labels to add to the metadata of flows.")
-        loader.add_option(
-            "sluice_relays", Sequence[str], ["127.0.0.0/8", "::1/128", os.environ.get("HOST_IP", "")],
-            "Addresses from which sluiced connects when it relays. Sluice- headers of CONNECT requests from other "
-            "addresses are ignored. If the proxy runs in a pod that does not use the host's network, this is the "
-            "address from which the node connects to the pod: with many CNI plugins, the pod's gateway.",
-        )
         loader.add_option(
             "sluice_flows", int, 0,
             "Number of flows to keep in the list of mitmproxy and mitmweb: the oldest finished flows without a "
@@ -916,13 +911,6 @@ class Sluice:
         )
         # mitmproxy sets an option back to its default if its help or its default has changed with a new sluice.py.
         ctx.options.update(**{name: option.current() for name, option in before.items() if name in ctx.options})
-
-    def configure(self, updated: set[str]) -> None:
-        if "sluice_relays" in updated:
-            try:
-                self.relays = [ipaddress.ip_network(n) for n in ctx.options.sluice_relays if n]
-            except ValueError as e:
-                raise exceptions.OptionsError(f"sluice_relays: {e}") from e
 
     def running(self) -> None:
         self.kept = Kept.of(ctx.master)
@@ -1203,10 +1191,10 @@ class Sluice:
 
     def http_connect(self, flow: Any) -> None:
         """Reads the pod's name from the headers of a CONNECT request of a sluiced that relays, and removes them."""
-        names = ("Pod-Namespace", "Pod-Name", "Pod-UID", "Source", "Direction", "Trust", "TLS", "Nested")
+        names = ("Secret", "Pod-Namespace", "Pod-Name", "Pod-UID", "Source", "Direction", "Trust", "TLS", "Nested")
         headers = {name: flow.request.headers.pop(f"Sluice-{name}", "") for name in names}
         client = flow.client_conn
-        if headers["Pod-Name"] and self.trusted(client.peername[0]):
+        if headers["Pod-Name"] and self.knows(headers["Secret"]):
             pod = {"namespace": headers["Pod-Namespace"], "name": headers["Pod-Name"], "uid": headers["Pod-UID"]}
             if headers["Trust"]:
                 policy = headers["TLS"] or "pass"  # that of nested containers, if it is one
@@ -1219,11 +1207,15 @@ class Sluice:
             client.peername = (host, Port(port, facts["sluice.pod"]), *scope)
         self.mark(flow)
 
-    def trusted(self, address: str) -> bool:
-        """Reports whether sluiced may connect from an address, according to the option sluice_relays."""
-        ip = ipaddress.ip_address(address)
-        ip = getattr(ip, "ipv4_mapped", None) or ip
-        return any(ip in network for network in self.relays)
+    @staticmethod
+    def knows(secret: str) -> bool:
+        """Reports whether a client has the secret of sluiced. Pods that reach mitmproxy do not have it."""
+        path = ctx.options.sluice_socket
+        try:
+            known = (Path(path).parent / SECRET_FILE).read_bytes().strip() if path else b""
+        except OSError:
+            return False
+        return bool(known) and hmac.compare_digest(known, secret.encode(errors="surrogateescape"))
 
 
 addons = [Sluice()]

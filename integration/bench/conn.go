@@ -117,8 +117,11 @@ func take(r io.Reader, n int64) error {
 // Go runtime would be part of the measurement.
 type conn int
 
-// dial connects to an address, through the proxy if that is valid.
-func dial(proxy, to netip.AddrPort) (conn, error) {
+// dial connects to an address, through the proxy if that is valid. It asks the proxy by CONNECT.
+func dial(proxy, to netip.AddrPort) (conn, error) { return dialBy(conn.requestTunnel, proxy, to) }
+
+// dialBy is dial with another way to ask the proxy.
+func dialBy(ask func(conn, netip.AddrPort) error, proxy, to netip.AddrPort) (conn, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return 0, err
@@ -130,7 +133,7 @@ func dial(proxy, to netip.AddrPort) (conn, error) {
 	}
 	err = c.connect(first)
 	if err == nil && proxy.IsValid() {
-		err = c.requestTunnel(to)
+		err = ask(c, to)
 	}
 	if err != nil {
 		c.close()

@@ -25,6 +25,7 @@ var parts = []struct {
 	{"idle", benchIdle},
 	{"throughput", benchThroughput},
 	{"mitmdump", benchMitmdump},
+	{"proxy-v2", benchProxyV2},
 	{"sockets", benchSockets},
 	{"wall", benchWall},
 	{"add", benchAdd},
@@ -78,7 +79,7 @@ func (b *bench) prepare() {
 		b.tb.Fatalf("creating network namespaces needs root: run the benchmark as root")
 	}
 	b.tb.must(os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin"), "PATH")
-	for _, name := range []string{"ip", "nft", "iptables", "redsocks", "mitmdump"} {
+	for _, name := range []string{"ip", "nft", "iptables", "redsocks", "haproxy", "mitmdump"} {
 		if _, err := exec.LookPath(name); err != nil {
 			b.tb.Fatalf("%v: `make bench` installs missing programs", err)
 		}
@@ -88,7 +89,8 @@ func (b *bench) prepare() {
 	b.tb.must(err, "building")
 	b.bin = bin
 	b.report.Versions = []string{
-		version("redsocks", "-v"), version("iptables", "--version"), version(testbed.CNIPlugins + "/bridge"),
+		version("redsocks", "-v"), version("haproxy", "-v"), version("iptables", "--version"),
+		version(testbed.CNIPlugins + "/bridge"),
 	}
 	for _, v := range mitmproxies {
 		b.report.Versions = append(b.report.Versions, version(testbed.Mitmproxy(b.tb, v, "mitmdump"), "--version"))

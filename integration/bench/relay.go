@@ -116,7 +116,7 @@ func (s side) medianEcho(count int) (float64, error) {
 	err := s.from.Do(func() error {
 		for range count {
 			start := time.Now()
-			c, err := dial(s.proxy, s.to)
+			c, err := s.dial()
 			if err != nil {
 				return err
 			}

@@ -47,6 +47,16 @@ type side struct {
 	to    netip.AddrPort
 	proxy netip.AddrPort // the proxy that the client uses explicitly, if valid
 	ready func()         // if it is not nil, it is called before each measurement
+	// announces says that the client asks the proxy by a header of the PROXY protocol instead of CONNECT.
+	announces bool
+}
+
+// dial connects in the way of the side, from the thread's netns.
+func (s side) dial() (conn, error) {
+	if s.announces {
+		return dialBy(conn.announce, s.proxy, s.to)
+	}
+	return dial(s.proxy, s.to)
 }
 
 // The indices of the sides of a comparison.
@@ -114,7 +124,7 @@ redsocks { local_ip = 127.0.0.1; local_port = %s; ip = %s; port = %d; type = htt
 // do runs f in the client's netns with a new connection to the server.
 func (s side) do(f func(conn) error) error {
 	return s.from.Do(func() error {
-		c, err := dial(s.proxy, s.to)
+		c, err := s.dial()
 		if err != nil {
 			return err
 		}

@@ -48,7 +48,7 @@ func TestAddonBehindARelay(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	serveWorld(t, n)
-	proxy := testbed.StartMitmdump(n, "--showhost", "-s", testbed.Addon(t), "--set", "sluice_socket=",
+	proxy := testbed.StartMitmdump(n, "--showhost", "-s", testbed.Addon(t), "--set", "sluice_socket="+n.ProxySocket(),
 		"-s", testbed.FlowPrinter(n))
 	n.StartDaemon()
 	pod := n.AddPod("web")
@@ -63,21 +63,16 @@ func TestAddonBehindARelay(t *testing.T) {
 		return strings.Contains(proxy.Log(), "tcp from 127.0.0.1 of default/web")
 	})
 
-	// Another client asks a proxy and names that pod.
-	const address = testbed.NodeIPv4 + ":18081"
-	forged := testbed.LaunchMitmdump(n, append([]string{
-		"--listen-host", testbed.NodeIPv4, "--listen-port", "18081",
-		"-s", testbed.Addon(t), "--set", "sluice_socket=", "-s", testbed.FlowPrinter(n),
-	}, testbed.RawTCP...)...)
-	n.WaitListening(forged, address)
-	c, err := n.World.Dial(testbed.Context(t), "tcp", address)
+	// A client without the secret asks the same proxy, from the address of sluiced, and names that pod.
+	c, err := n.Dial(testbed.Context(t), "tcp", testbed.ProxyAddress)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer c.Close() //nolint:errcheck // its response was read
 	destination := net.JoinHostPort(testbed.WorldIPv4, portClientFirst)
 	request := "CONNECT " + destination + " HTTP/1.1\r\nHost: " + destination +
-		"\r\nSluice-Pod-Namespace: default\r\nSluice-Pod-Name: web\r\nSluice-Pod-UID: x\r\n\r\n"
+		"\r\nSluice-Secret: " + strings.Repeat("a1", 32) +
+		"\r\nSluice-Pod-Namespace: default\r\nSluice-Pod-Name: forged\r\nSluice-Pod-UID: x\r\n\r\n"
 	resp, err := testbed.RoundTrip(testbed.Context(t), c, request)
 	if err != nil || resp.StatusCode != 200 {
 		t.Fatalf("CONNECT: %v, %v", resp, err)
@@ -86,10 +81,13 @@ func TestAddonBehindARelay(t *testing.T) {
 	if _, err := c.Write([]byte("\x01 hello")); err != nil {
 		t.Fatal(err)
 	}
+	if err := c.Close(); err != nil {
+		t.Fatal(err)
+	}
 	testbed.Eventually(t, "the flow is there", func() bool {
-		return strings.Contains(forged.Log(), "tcp from "+testbed.WorldIPv4+" of")
+		return strings.Contains(proxy.Log(), "tcp from 127.0.0.1 of None")
 	})
-	if strings.Contains(forged.Log(), "default/web") {
+	if strings.Contains(proxy.Log(), "default/forged") {
 		t.Error("the flow shows the pod, though sluiced has not asked")
 	}
 }

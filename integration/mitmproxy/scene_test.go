@@ -68,11 +68,11 @@ func (s *scene) start(t *testing.T) {
 
 // launch is start that does not wait.
 func (s *scene) launch() {
-	args := []string{"-s", s.addon, "--set", "stream_large_bodies=" + s.streamed, "--set"}
+	args := []string{
+		"-s", s.addon, "--set", "stream_large_bodies=" + s.streamed, "--set", "sluice_socket=" + s.socket,
+	}
 	if s.mode == "sockets" {
-		args = append(args, "sluice_socket="+s.socket, "--set", "server=false")
-	} else {
-		args = append(args, "sluice_socket=")
+		args = append(args, "--set", "server=false")
 	}
 	s.proxy = testbed.LaunchMitmdump(s.node, append(args, s.args...)...)
 }

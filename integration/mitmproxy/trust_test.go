@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
@@ -95,8 +96,13 @@ func (c *trusting) dial(ctx context.Context, nested bool, address string) (net.C
 
 // ask sends a CONNECT request like those of sluiced, with the trust.
 func (c *trusting) ask(conn net.Conn, nested bool, address string) error {
+	secret, err := os.ReadFile(filepath.Join(filepath.Dir(c.node.ProxySocket()), upstream.SecretFile))
+	if err != nil {
+		return err
+	}
 	policy := c.trust["tls"]
-	headers := "Sluice-Pod-Namespace: default\r\nSluice-Pod-Name: web\r\nSluice-Pod-UID: uid-web\r\n"
+	headers := "Sluice-Secret: " + string(secret) + "\r\nSluice-Pod-Namespace: default\r\n" +
+		"Sluice-Pod-Name: web\r\nSluice-Pod-UID: uid-web\r\n"
 	if nested {
 		policy = c.trust["nested"]
 		headers += "Sluice-Nested: true\r\n"

@@ -2,17 +2,30 @@ package relay
 
 import (
 	"net"
+	"os"
+	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// TestRequestNamesThePod: the CONNECT request has the pod and the pod's own address, also for a container in the pod.
+// secretFile is the path of the secret of a node's daemon.
+func secretFile(n *testbed.Node) string {
+	return filepath.Join(filepath.Dir(n.ProxySocket()), "proxy.secret")
+}
+
+// TestRequestNamesThePod: the CONNECT request has the pod and the pod's own address, also for a container in the pod,
+// and the secret by which the proxy believes it.
 func TestRequestNamesThePod(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
-	n.StartDaemon()
+	n.HandOver(n.StartDaemon()) // the second daemon has the same secret
+	secret, err := os.ReadFile(secretFile(n))
+	if err != nil {
+		t.Fatal(err)
+	}
 	pod := n.AddPod("asking")
 	nested := pod.Nested()
 	for _, c := range []struct {
@@ -40,7 +53,7 @@ func TestRequestNamesThePod(t *testing.T) {
 			_, port, _ := net.SplitHostPort(conn.LocalAddr().String())
 			want := map[string]string{
 				"Sluice-Pod-Namespace": "default", "Sluice-Pod-Name": pod.Name(), "Sluice-Pod-Uid": pod.UID(),
-				"Sluice-Source": net.JoinHostPort(c.pod, port),
+				"Sluice-Source": net.JoinHostPort(c.pod, port), "Sluice-Secret": string(secret),
 			}
 			for _, r := range proxy.Requests() {
 				if r.Host != destination {
@@ -55,5 +68,26 @@ func TestRequestNamesThePod(t *testing.T) {
 			}
 			t.Errorf("the proxy was never asked for %s", destination)
 		})
+	}
+}
+
+// TestDaemonWithoutASecretServes: connections are more than the names on them.
+func TestDaemonWithoutASecretServes(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	testbed.ServeEcho(n)
+	if err := os.MkdirAll(filepath.Join(secretFile(n), "in-the-way"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
+	d := n.StartDaemon()
+	testbed.EchoAll(t, 2, 200, n.AddPod("asking").Host)
+	for _, r := range proxy.Requests() {
+		if got := r.Header.Values("Sluice-Secret"); got != nil {
+			t.Errorf("got the secret %q, want none", got)
+		}
+	}
+	if !strings.Contains(d.Log(), "proxies cannot tell requests of this daemon from others") {
+		t.Error("the log does not say so")
 	}
 }

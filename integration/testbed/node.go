@@ -113,8 +113,8 @@ func NewNode(tb TB, binaries string) *Node {
 	return n
 }
 
-// SetProtocol sets the protocol of the node's upstream: connect, socks5 or sockets. Call it before the daemon is
-// started.
+// SetProtocol sets the protocol of the node's upstream: connect, socks5, proxy-v2 or sockets. Call it before the
+// daemon is started.
 func (n *Node) SetProtocol(protocol string) {
 	upstream := map[string]any{"protocol": protocol}
 	if protocol != "sockets" { // its proxies come to the daemon

@@ -24,7 +24,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from mitmproxy import certs, exceptions, options, platform
+from mitmproxy import certs, options, platform
 from mitmproxy.addons.proxyauth import ProxyAuth
 from mitmproxy.addons.proxyserver import Proxyserver
 from mitmproxy.addons.tlsconfig import TlsConfig
@@ -538,37 +538,47 @@ def test_a_client_that_has_gone(with_reset: bool) -> None:
             assert sluice.gone(conn)
 
 
+SECRET = "a1" * 32
+
+
+def connect_flow(headers: dict[str, str]) -> Any:
+    """Returns a flow of CONNECT with headers of sluiced, or of a client that forges them."""
+    flow = tflow.tflow()
+    flow.client_conn.peername = ("127.0.0.1", 5)
+    flow.request.headers.update({f"Sluice-{name}": value for name, value in headers.items()})
+    return flow
+
+
 @pytest.mark.parametrize(
-    ("relays", "address", "trusted"),
+    ("kept", "sent", "pod"),
     [
-        (["127.0.0.0/8"], "127.0.0.1", True),
-        (["127.0.0.0/8"], "::ffff:127.0.0.1", True),
-        (["10.0.0.1", ""], "10.0.0.1", True),
-        (["10.0.0.1", ""], "10.0.0.2", False),
+        (SECRET, SECRET, "ci/runner"),
+        (SECRET + "\n", SECRET, "ci/runner"),
+        (SECRET, "", None),
+        (SECRET, SECRET[:-1], None),
+        (SECRET, "\udce9", None),
+        ("", "", None),
+        (None, "", None),
+        (None, SECRET, None),
     ],
 )
-def test_trusted(relays: list[str], address: str, trusted: bool) -> None:
+def test_names_of_a_relay(tmp_path: Path, kept: str | None, sent: str, pod: str | None) -> None:
     with mitmproxy() as (addon, context):
-        context.configure(addon, sluice_relays=relays)
-        assert addon.trusted(address) == trusted
-
-
-def test_bad_relays() -> None:
-    with mitmproxy() as (addon, context), pytest.raises(exceptions.OptionsError, match="sluice_relays: 10.0.0.1/8"):
-        context.configure(addon, sluice_relays=["10.0.0.1/8"])
-
-
-@pytest.mark.parametrize(("relays", "pod"), [(["127.0.0.1"], "ci/runner"), ([], None)])
-def test_names_of_a_relay(relays: list[str], pod: str | None) -> None:
-    with mitmproxy() as (addon, context):
-        context.configure(addon, sluice_relays=relays)
-        flow = tflow.tflow()
-        flow.client_conn.peername = ("127.0.0.1", 5)
-        headers = {"Sluice-Pod-Namespace": "ci", "Sluice-Pod-Name": "runner", "Sluice-Pod-UID": "u"}
-        flow.request.headers.update(headers)
+        context.configure(addon, sluice_socket=str(tmp_path / "proxy.sock"))
+        if kept is not None:
+            (tmp_path / sluice.SECRET_FILE).write_text(kept)
+        flow = connect_flow({"Secret": sent, "Pod-Namespace": "ci", "Pod-Name": "runner", "Pod-UID": "u"})
         addon.http_connect(flow)
         assert flow.metadata.get("sluice.pod") == pod
         assert not [name for name in flow.request.headers if name.lower().startswith("sluice-")]
+
+
+def test_no_secret_without_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / sluice.SECRET_FILE).write_text(SECRET)
+    monkeypatch.chdir(tmp_path)
+    with mitmproxy() as (addon, context):
+        context.configure(addon, sluice_socket="")
+        assert not addon.knows(SECRET)
 
 
 @pytest.mark.parametrize(
@@ -583,18 +593,16 @@ def test_names_of_a_relay(relays: list[str], pod: str | None) -> None:
         ),
     ],
 )
-def test_trust_by_a_relay(headers: dict[str, str], facts: dict[str, Any]) -> None:
-    for relays in (["127.0.0.1"], []):
+def test_trust_by_a_relay(tmp_path: Path, headers: dict[str, str], facts: dict[str, Any]) -> None:
+    (tmp_path / sluice.SECRET_FILE).write_text(SECRET)
+    for secret in (SECRET, "forged"):
         with mitmproxy() as (addon, context):
-            context.configure(addon, sluice_relays=relays)
-            flow = tflow.tflow()
-            flow.client_conn.peername = ("127.0.0.1", 5)
-            flow.request.headers["Sluice-Pod-Name"] = "runner"
-            flow.request.headers.update({f"Sluice-{name}": value for name, value in headers.items()})
+            context.configure(addon, sluice_socket=str(tmp_path / "proxy.sock"))
+            flow = connect_flow({"Secret": secret, "Pod-Name": "runner", **headers})
             addon.http_connect(flow)
             about = {name: value for name, value in flow.metadata.items()
                      if name in ("sluice.trust", "sluice.tls", "sluice.nested")}
-            assert about == (facts if relays else {})
+            assert about == (facts if secret == SECRET else {})
             assert not [name for name in flow.request.headers if name.lower().startswith("sluice-")]
 
 
