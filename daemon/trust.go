@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/sluice-cni/sluice/daemon/agent"
+	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/kube"
@@ -54,7 +55,9 @@ func newPodTrust(
 		changed: map[string]bool{}, wake: make(chan struct{}, 1), reported: map[string]string{},
 	}
 	var stopping func() bool
+	var running func(string) []string
 	if node != nil {
+		running = node.RunningContainers
 		listed := time.Now().Add(listTime)
 		stopping = func() bool {
 			if node.Ready() != nil && time.Now().Before(listed) {
@@ -67,10 +70,26 @@ func newPodTrust(
 	t.Trust, err = trust.New(trust.Config{
 		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: filepath.Join(d.conf.StateDir, "trust"),
 		Hook: d.plugin, Plugin: d.plugin, Proc: findProc(),
-		Wanted: t.wanted, Older: t.older, Stopping: stopping, Changed: t.noteChange,
-		Log: d.log,
+		Wanted: t.wanted, Older: t.older, Served: d.served(), Running: running, Stopping: stopping,
+		Changed: t.noteChange, Log: d.log,
 	})
 	return t, err
+}
+
+// served returns the UIDs of the pods whose connections a proxy may have gone on to serve while no daemon ran: it keeps
+// their listeners. Without such a proxy connections wait for the daemon.
+func (d daemon) served() []string {
+	if d.conf.Upstream.Protocol != config.Sockets {
+		return nil
+	}
+	records, _ := attach.NewStore(d.conf.StateDir).List() // the agent reports records that cannot be read
+	var uids []string
+	for _, r := range records {
+		if r.State == attach.Captured {
+			uids = append(uids, r.Pod.UID)
+		}
+	}
+	return uids
 }
 
 // hostProc is where the DaemonSet mounts the node's /proc.

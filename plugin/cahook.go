@@ -27,7 +27,7 @@ const (
 	maxHookInput = 4 << 20
 )
 
-const caHookUsage = `usage: sluice ca-hook --ca FILE [--report FILE] [--bundle FILE]
+const caHookUsage = `usage: sluice ca-hook --ca FILE [--report FILE] [--bundle FILE] [--named PATH]…
 
 An OCI createContainer hook: adds the CA certificates in FILE to the trust stores in the container's root. It reads the
 container's state from standard input, and its exit code is always 0: a container starts without the CA rather than not.
@@ -85,6 +85,7 @@ type caHookArgs struct {
 	ca     string // on the host
 	report string // on the host
 	bundle string // in the container
+	named  []string
 }
 
 func parseCAHook(args []string) (caHookArgs, error) {
@@ -104,6 +105,11 @@ func (h *caHookArgs) flags(command, usage string) *flag.FlagSet {
 	flags.StringVar(&h.ca, "ca", "", "`FILE` on the host with the CA certificates in PEM")
 	flags.StringVar(&h.report, "report", "", "`FILE` on the host to write the report to, as JSON")
 	flags.StringVar(&h.bundle, "bundle", "", bundleUsage)
+	flags.Func("named", "`PATH` in the container of a bundle or a directory that one of its variables names; may be "+
+		"repeated", func(path string) error {
+		h.named = append(h.named, path)
+		return nil
+	})
 	flags.Usage = func() {
 		fmt.Fprint(flags.Output(), usage)
 		flags.PrintDefaults()
@@ -132,7 +138,7 @@ func (h caHookArgs) run(ctx context.Context, state io.Reader) truststore.Report 
 	if err != nil {
 		return truststore.Report{State: truststore.Unknown, Error: fmt.Errorf("reading the CA: %w", err).Error()}
 	}
-	return truststore.Add(ctx, root, ca, truststore.Options{Fallback: h.bundle})
+	return truststore.Add(ctx, root, ca, truststore.Options{Fallback: h.bundle, Named: h.named})
 }
 
 // containerRoot reads the state of the container from the runtime and returns the path of its root (runtime-spec,

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -23,7 +25,7 @@ import (
 const caRepairTimeout = 5 * time.Second
 
 const caRepairUsage = `usage: sluice ca-repair --pid PID --container ID --ca FILE --report FILE [--bundle FILE]
-                        [--proc FOLDER]
+                        [--named PATH]… [--proc FOLDER] [--late]
 
 Adds the CA certificates in FILE to the trust stores of a container that runs. sluiced calls it for containers that were
 created without the hook.
@@ -53,7 +55,7 @@ func caRepair(args []string) int {
 		return 1
 	}
 	report := repair.run(ctx)
-	report.Late = repair.late
+	report.Late = repair.isLate(report)
 	logReport("ca-repair", report)
 	if err := writeReport(repair.report, report); err != nil {
 		logf("ca-repair: %s", err)
@@ -79,6 +81,22 @@ func parseCARepair(args []string) (caRepairArgs, error) {
 	return repair, nil
 }
 
+// isLate reports whether programs may have read stores before they had the CA: now, or at an earlier repair.
+func (r caRepairArgs) isLate(now truststore.Report) bool {
+	if !r.late {
+		return false
+	}
+	var before truststore.Report
+	if data, err := files.ReadBounded(r.report, maxHookInput); err == nil && json.Unmarshal(data, &before) == nil &&
+		before.Late {
+		return true
+	}
+	return slices.ContainsFunc(now.Stores, func(s truststore.Store) bool {
+		read := s.Kind != truststore.Anchor && s.Kind != truststore.Fallback
+		return read && s.Action != truststore.Present && s.Action != truststore.Failed
+	})
+}
+
 // run adds the CA. An error is in the report.
 func (r caRepairArgs) run(ctx context.Context) truststore.Report {
 	failed := func(err error) truststore.Report {
@@ -94,7 +112,7 @@ func (r caRepairArgs) run(ctx context.Context) truststore.Report {
 	}
 	defer func() { _, _ = p.root.Close(), p.namespace.Close() }() // only looked through
 	root := fmt.Sprintf("/proc/self/fd/%d", p.root.Fd())
-	return truststore.Add(ctx, root, ca, truststore.Options{Fallback: r.bundle, Enter: p.enter})
+	return truststore.Add(ctx, root, ca, truststore.Options{Fallback: r.bundle, Named: r.named, Enter: p.enter})
 }
 
 // process is the first process of a container.

@@ -12,6 +12,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/daemon/splice"
+	"github.com/sluice-cni/sluice/daemon/throttle"
 )
 
 // dialTimeout bounds the handshake with a destination. It is as long as the kernel tries by default; the SYN patience
@@ -22,6 +23,7 @@ const dialTimeout = 2 * time.Minute
 type Carrier struct {
 	joined *splice.Set
 	log    *slog.Logger
+	lines  throttle.Lines
 
 	mu      sync.Mutex // guards results; no lock is taken under it
 	results Results
@@ -83,8 +85,10 @@ func (c *Carrier) AcceptOne(ctx context.Context, wg *sync.WaitGroup, g *gate.Gat
 			return
 		}
 		if err != nil {
-			c.log.Warn("connection refused", "source", accepted.Source.String(),
-				"destination", accepted.Destination.String(), "err", err)
+			if count, due := c.lines.Due(err.Error()); due {
+				c.log.Warn("connection refused", "source", accepted.Source.String(),
+					"destination", accepted.Destination.String(), "count", count, "err", err)
+			}
 			socket.Reset(conn)
 			return
 		}
@@ -96,7 +100,6 @@ func (c *Carrier) AcceptOne(ctx context.Context, wg *sync.WaitGroup, g *gate.Gat
 // Carry takes conn, which it owns, to its destination. It returns when the connection has ended; the end of ctx resets
 // the connection.
 func (c *Carrier) Carry(ctx context.Context, conn captured.Conn) {
-	log := c.log.With("source", conn.Source.String(), "destination", conn.Destination.String())
 	dialing, cancel := context.WithTimeout(ctx, dialTimeout)
 	stop := socket.WatchReset(conn.TCPConn, 0, cancel)
 	peer, err := dial(dialing, conn.TCPConn, conn.Destination)
@@ -104,10 +107,21 @@ func (c *Carrier) Carry(ctx context.Context, conn captured.Conn) {
 	stop()
 	c.record(err)
 	if err != nil {
-		log.Info("connection reset: it could not go direct", "err", err)
+		if count, due := c.lines.Due(cause(err)); due {
+			c.log.Info("connection reset: it could not go direct", "source", conn.Source.String(),
+				"destination", conn.Destination.String(), "count", count, "err", err)
+		}
 		socket.Reset(conn.TCPConn)
 		return
 	}
-	log.Debug("connection goes direct")
+	c.log.Debug("connection goes direct", "source", conn.Source.String(), "destination", conn.Destination.String())
 	c.joined.Join(ctx, splice.Pair{App: conn.TCPConn, Peer: peer, HalfClose: true, AppState: conn.AppState})
+}
+
+// cause tells a failure of the node from one of the destination.
+func cause(err error) string {
+	if errors.Is(err, ErrNotExempt) {
+		return ErrNotExempt.Error()
+	}
+	return "destination"
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
+	"github.com/sluice-cni/sluice/daemon/throttle"
 	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -24,25 +25,27 @@ const acceptRetry = time.Second
 // Relay serves any number of pods with one upstream.
 type Relay struct {
 	upstream *upstream.Upstream
-	slots    slots
+	slots    *slots
 	log      *slog.Logger
 }
 
 // New makes a relay to up.
 func New(up *upstream.Upstream, log *slog.Logger) *Relay {
-	return &Relay{upstream: up, slots: newSlots(up), log: log}
+	return &Relay{upstream: up, slots: newSlots(), log: log}
 }
 
 // Server relays and counts one pod's connections.
 type Server struct {
 	relay *Relay
 	endpoint.Served
+	share *share
+	lines throttle.Lines
 	trust func() attach.PodTrust
 }
 
 // For makes the acceptor of one endpoint. trust returns how the pod's TLS is to be treated now.
 func (r *Relay) For(e endpoint.Served, trust func() attach.PodTrust) *Server {
-	return &Server{r, e, trust}
+	return &Server{relay: r, Served: e, share: r.slots.share(), trust: trust}
 }
 
 // Counts returns the connections that do not wait any more.
@@ -67,7 +70,7 @@ func (s *Server) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Li
 			}
 			return
 		}
-		slot, err := s.relay.slots.take(accepting)
+		slot, err := s.slot(accepting)
 		if err != nil {
 			return // accepting has ended
 		}
@@ -83,6 +86,14 @@ func (s *Server) accept(ctx, accepting context.Context, g *gate.Gate, l *gate.Li
 			}
 			continue
 		}
-		wg.Go(func() { s.serve(ctx, g, l, conn, slot) })
+		wg.Go(func() { s.serve(ctx, g, l, conn, slot, wg) })
 	}
+}
+
+// slot waits until the upstream is there and the pod has a slot.
+func (s *Server) slot(ctx context.Context) (*slot, error) {
+	if err := s.relay.upstream.Wait(ctx); err != nil {
+		return nil, err
+	}
+	return s.share.take(ctx)
 }

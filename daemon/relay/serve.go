@@ -3,9 +3,11 @@ package relay
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net"
 	"net/netip"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/captured"
@@ -25,31 +27,54 @@ const (
 	firstRetry, lastRetry = 10 * time.Millisecond, time.Second
 )
 
-// serve relays conn, which it owns, from listener l of g until the connection has ended.
-func (s *Server) serve(ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, slot *slot) {
+// serve relays conn, which it owns, from listener l of g. The end of the connection is done for wg.
+func (s *Server) serve(
+	ctx context.Context, g *gate.Gate, l *gate.Listener, conn *net.TCPConn, slot *slot, wg *sync.WaitGroup,
+) {
 	c, peer, first, err := s.establish(ctx, g, l, conn, slot)
 	switch refused := (refusedError{}); {
 	case errors.Is(err, captured.ErrGone):
-		s.relay.log.Debug("connection given up", "pod", s.Pod.String(), "source", c.Source.String(),
-			"destination", c.Destination.String())
+		s.debug(ctx, "connection given up", c)
 		socket.Reset(conn)
 	case errors.As(err, &refused):
-		s.relay.log.Warn("connection refused", "pod", s.Pod.String(), "source", c.Source.String(),
-			"destination", c.Destination.String(), "err", err)
+		if count, due := s.lines.Due(err.Error()); due {
+			s.relay.log.Warn("connection refused", "pod", s.Pod.String(), "source", c.Source.String(),
+				"destination", c.Destination.String(), "count", count, "err", err)
+		}
 		socket.Reset(conn)
 	case errors.Is(err, late.ErrDirect):
 		s.Direct.Carry(ctx, c)
 	case err != nil:
-		s.relay.log.Info("connection reset", "pod", s.Pod.String(), "source", c.Source.String(),
-			"destination", c.Destination.String(), "err", err)
+		if count, due := s.lines.Due(cause(err)); due {
+			s.relay.log.Info("connection reset", "pod", s.Pod.String(), "source", c.Source.String(),
+				"destination", c.Destination.String(), "count", count, "err", err)
+		}
 		socket.Reset(conn)
 	default:
-		s.relay.log.Debug("connection relayed", "pod", s.Pod.String(), "source", c.Source.String(),
-			"destination", c.Destination.String())
-		s.Joined.Join(ctx, splice.Pair{
+		s.debug(ctx, "connection relayed", c)
+		wg.Add(1)
+		s.Joined.Start(ctx, splice.Pair{
 			App: conn, Peer: peer, First: first, HalfClose: s.relay.upstream.HalfClose(), AppState: c.AppState,
-		})
+		}, wg.Done)
 	}
+}
+
+// debug logs a message about c, if messages of that level are logged: the text of its addresses takes time.
+func (s *Server) debug(ctx context.Context, message string, c captured.Conn) {
+	if s.relay.log.Enabled(ctx, slog.LevelDebug) {
+		s.relay.log.Debug(message, "pod", s.Pod.String(), "source", c.Source.String(),
+			"destination", c.Destination.String())
+	}
+}
+
+// cause tells the reasons for resets apart, without the parts of err that the proxy chooses.
+func cause(err error) string {
+	for _, known := range []error{upstream.ErrUnreachable, late.ErrExpired, context.Canceled} {
+		if errors.Is(err, known) {
+			return known.Error()
+		}
+	}
+	return "other"
 }
 
 // refusedError says why a connection may not be relayed.
@@ -80,11 +105,14 @@ func (s *Server) establish(ctx context.Context, g *gate.Gate, l *gate.Listener, 
 }
 
 // connect asks the upstream until it answers. It reads no byte of c meanwhile, so that it is always safe to ask again.
+// Each request takes a slot: when an upstream that is late comes back, all connections ask again at once.
 func (s *Server) connect(ctx context.Context, c captured.Conn, slot *slot, wait *late.Wait) (
 	*net.TCPConn, []byte, error,
 ) {
+	var doubt upstream.Doubt
 	for retry := firstRetry; ; retry = min(2*retry, lastRetry) {
 		conn, first, err := s.ask(ctx, c, slot)
+		err = s.relay.upstream.Judge(&doubt, err)
 		switch {
 		case err == nil:
 			return conn, first, nil
@@ -103,11 +131,16 @@ func (s *Server) connect(ctx context.Context, c captured.Conn, slot *slot, wait 
 		if err := s.relay.upstream.WaitToRetry(ctx, retry); err != nil {
 			return nil, nil, err
 		}
+		if slot, err = s.share.take(ctx); err != nil {
+			return nil, nil, err
+		}
 	}
 }
 
-// ask makes one request. A slow one gives its slot back, and from then on ends when the app gives up.
+// ask makes one request, and gives the slot back. A slow one does so early, and from then on ends when the app gives
+// up.
 func (s *Server) ask(ctx context.Context, c captured.Conn, slot *slot) (*net.TCPConn, []byte, error) {
+	defer slot.leave()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	conn, err := s.relay.upstream.Dial(ctx)

@@ -4,11 +4,20 @@ package socket
 
 import (
 	"errors"
-	"net"
+	"io"
 	"net/netip"
+	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
+
+// Stream is a TCP connection: a net.TCPConn, or an os.File of the socket.
+type Stream interface {
+	io.ReadWriteCloser
+	syscall.Conn
+	SetReadDeadline(t time.Time) error
+}
 
 // Sockaddr converts an address and port to the kernel's form, with its address family.
 func Sockaddr(a netip.AddrPort) (family int, _ unix.Sockaddr) {
@@ -31,9 +40,33 @@ func AddrPort(a unix.Sockaddr) netip.AddrPort {
 
 // Reset closes a connection with a RST. A plain close would send a FIN, and the peer would take a connection that was
 // cut off for one that was served to the end.
-func Reset(c *net.TCPConn) {
-	_ = c.SetLinger(0) // fails only on a closed connection
+func Reset(c Stream) {
+	_ = SetResetOnClose(c, true) // fails only on a closed connection
 	_ = c.Close()
+}
+
+// SetResetOnClose makes any close of the connection, the exit of the process included, send a RST, or undoes that.
+func SetResetOnClose(c Stream, reset bool) error {
+	l := unix.Linger{}
+	if reset {
+		l.Onoff = 1
+	}
+	return control(c, func(fd int) error { return unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &l) })
+}
+
+// CloseWrite sends a FIN: the peer reads the end of the data.
+func CloseWrite(c Stream) error {
+	return control(c, func(fd int) error { return unix.Shutdown(fd, unix.SHUT_WR) })
+}
+
+// control calls do with the descriptor of c.
+func control(c syscall.Conn, do func(fd int) error) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	cerr := raw.Control(func(fd uintptr) { err = do(int(fd)) })
+	return errors.Join(cerr, err)
 }
 
 // ResetOnClose makes any close of the socket, the exit of the process included, send a RST.
@@ -50,27 +83,31 @@ const (
 
 // IsReset reports whether the peer has reset the connection, or the connection is closed. A peer that has only shut its
 // sending side down may have sent bytes that are still to be read.
-func IsReset(c *net.TCPConn) bool { return state(c) == tcpClose }
+func IsReset(c syscall.Conn) bool { return state(c) == tcpClose }
 
 // IsEmpty reports whether the peer has ended its side, and no byte of it is left to be read.
-func IsEmpty(c *net.TCPConn) bool {
-	if state(c) != tcpCloseWait {
-		return false
-	}
-	raw, err := c.SyscallConn()
+func IsEmpty(c syscall.Conn) bool { return state(c) == tcpCloseWait && length(c, unix.SIOCINQ) == 0 }
+
+// IsDelivered reports whether the peer's kernel has acknowledged every byte that was written to c.
+func IsDelivered(c syscall.Conn) bool { return length(c, unix.SIOCOUTQ) == 0 }
+
+// length returns the length of one of the kernel's queues of c, or -1 if c is closed.
+func length(c syscall.Conn, queue uint) (n int) {
+	err := control(c, func(fd int) (err error) {
+		n, err = unix.IoctlGetInt(fd, queue)
+		return err
+	})
 	if err != nil {
-		return false
+		return -1
 	}
-	var unread int
-	cerr := raw.Control(func(fd uintptr) { unread, err = unix.IoctlGetInt(int(fd), unix.SIOCINQ) })
-	return cerr == nil && err == nil && unread == 0
+	return n
 }
 
 // IsFINAcked reports whether the peer's kernel has acknowledged our FIN, and so every byte before it, while the peer
 // has not ended its own side.
-func IsFINAcked(c *net.TCPConn) bool { return state(c) == tcpFinWait2 }
+func IsFINAcked(c syscall.Conn) bool { return state(c) == tcpFinWait2 }
 
-func state(c *net.TCPConn) uint8 {
+func state(c syscall.Conn) uint8 {
 	info, err := tcpInfo(c)
 	if err != nil {
 		return tcpClose
@@ -79,7 +116,7 @@ func state(c *net.TCPConn) uint8 {
 }
 
 // Delivered counts the bytes written to c that the peer's kernel has acknowledged.
-func Delivered(c *net.TCPConn) uint64 {
+func Delivered(c syscall.Conn) uint64 {
 	info, err := tcpInfo(c)
 	if err != nil {
 		return 0
@@ -88,7 +125,7 @@ func Delivered(c *net.TCPConn) uint64 {
 }
 
 // Carried counts the bytes that the kernel has moved on c, both ways together.
-func Carried(c *net.TCPConn) uint64 {
+func Carried(c syscall.Conn) uint64 {
 	info, err := tcpInfo(c)
 	if err != nil {
 		return 0
@@ -96,13 +133,10 @@ func Carried(c *net.TCPConn) uint64 {
 	return info.Bytes_acked + info.Bytes_received
 }
 
-func tcpInfo(c *net.TCPConn) (info *unix.TCPInfo, err error) {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return nil, err
-	}
-	cerr := raw.Control(func(fd uintptr) {
-		info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+func tcpInfo(c syscall.Conn) (info *unix.TCPInfo, err error) {
+	err = control(c, func(fd int) (err error) {
+		info, err = unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+		return err
 	})
-	return info, errors.Join(cerr, err)
+	return info, err
 }

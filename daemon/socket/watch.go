@@ -1,7 +1,6 @@
 package socket
 
 import (
-	"net"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -9,7 +8,7 @@ import (
 
 // WatchReset calls reset from a goroutine of its own once the peer resets c. The watch begins after delay. It uses the
 // read deadline of c, so nothing else may read from c until stop has returned.
-func WatchReset(c *net.TCPConn, delay time.Duration, reset func()) (stop func()) {
+func WatchReset(c Stream, delay time.Duration, reset func()) (stop func()) {
 	done := make(chan struct{})
 	timer := time.AfterFunc(delay, func() {
 		defer close(done)
@@ -28,7 +27,7 @@ func WatchReset(c *net.TCPConn, delay time.Duration, reset func()) (stop func())
 }
 
 // waitReset returns true once the peer has reset c, and false at the read deadline.
-func waitReset(c *net.TCPConn) bool {
+func waitReset(c Stream) bool {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return true

@@ -5,10 +5,9 @@ package splice
 import (
 	"context"
 	"errors"
-	"io"
-	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/sockdiag"
@@ -18,7 +17,7 @@ import (
 // Pair is two connections to be joined.
 type Pair struct {
 	// App is the captured connection, Peer the one to the upstream or the destination.
-	App, Peer *net.TCPConn
+	App, Peer socket.Stream
 	// First are bytes that Peer has sent already.
 	First []byte
 	// HalfClose says that Peer's protocol can carry the end of one direction alone. A peer whose protocol cannot drops
@@ -27,14 +26,15 @@ type Pair struct {
 	// AppState looks at the app's socket.
 	AppState func() sockdiag.AppState
 
-	closed func(bytes uint64) // called once, before the connections are closed
-	once   *sync.Once
+	closed  func(bytes uint64) // called once, before the connections are closed
+	once    *sync.Once
+	passing *atomic.Bool // set before a FIN is passed on to Peer
 }
 
 // Set counts the pairs that are joined. Its zero value is an empty set.
 type Set struct {
 	mu    sync.Mutex // guards the fields below; no lock is taken under it
-	open  map[*net.TCPConn]struct{}
+	open  map[socket.Stream]struct{}
 	bytes uint64 // of pairs that have ended
 }
 
@@ -52,36 +52,50 @@ func (s *Set) Counts() sockdiag.Counts {
 // Join carries bytes both ways until both directions have ended, and closes both connections, which it owns. The end of
 // one direction is passed on as such. An error in either, a reset above all, resets both, and so does the end of ctx.
 //
-// The data stays in the kernel: io.Copy between TCP connections uses splice(2).
+// The data stays in the kernel, by splice(2). A peer that fails may have answered before: the app gets what the kernel
+// has of the answer, and then the reset.
 func (s *Set) Join(ctx context.Context, p Pair) {
-	s.add(p.App)
-	p.once, p.closed = new(sync.Once), func(bytes uint64) { s.remove(p.App, bytes) }
-	// If this process is killed, the kernel resets both: the app must not take a part of the data for all of it.
-	_ = errors.Join(p.App.SetLinger(0), p.Peer.SetLinger(0)) // fails only if closed, as the calls below will then
-	stop := context.AfterFunc(ctx, p.reset)
-	defer stop()
-	answered := make(chan struct{}) // closed when the direction to the app has ended
-	var up, down int64
 	var wg sync.WaitGroup
-	wg.Go(func() {
-		defer close(answered)
-		down = p.copyToApp()
-	})
-	up = p.copyToPeer(answered)
+	wg.Add(1)
+	s.Start(ctx, p, wg.Done)
 	wg.Wait()
-	p.close(uint64(up + down))
 }
 
-func (s *Set) add(app *net.TCPConn) {
+// Start is Join in goroutines of its own, whose stacks are as small as they can be: a connection may be idle for hours.
+// It calls done when both connections are closed.
+func (s *Set) Start(ctx context.Context, p Pair, done func()) {
+	s.add(p.App)
+	p.once, p.passing, p.closed = new(sync.Once), new(atomic.Bool), func(bytes uint64) { s.remove(p.App, bytes) }
+	// If this process is killed, the kernel resets both: the app must not take a part of the data for all of it.
+	for _, c := range []socket.Stream{p.App, p.Peer} {
+		_ = socket.SetResetOnClose(c, true) // fails only if closed, as the calls below will then
+	}
+	stop := context.AfterFunc(ctx, p.reset)
+	answered := make(chan struct{}) // closed when the direction to the app has ended
+	var down int64
+	go func() {
+		defer close(answered)
+		down = p.copyToApp()
+	}()
+	go func() {
+		defer done()
+		defer stop()
+		up := p.copyToPeer(answered)
+		<-answered
+		p.close(uint64(up + down))
+	}()
+}
+
+func (s *Set) add(app socket.Stream) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.open == nil {
-		s.open = map[*net.TCPConn]struct{}{}
+		s.open = map[socket.Stream]struct{}{}
 	}
 	s.open[app] = struct{}{}
 }
 
-func (s *Set) remove(app *net.TCPConn, bytes uint64) {
+func (s *Set) remove(app socket.Stream, bytes uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.bytes += bytes
@@ -90,16 +104,24 @@ func (s *Set) remove(app *net.TCPConn, bytes uint64) {
 
 // copyToPeer returns when this direction has ended and the other direction needs no attention any more.
 func (p *Pair) copyToPeer(answered <-chan struct{}) int64 {
-	n, err := io.Copy(p.Peer, p.App)
-	if err != nil {
+	n, err := carry(p.Peer, p.App)
+	switch {
+	case errors.Is(err, errTo):
+		select {
+		case <-answered: // and both are reset
+		case <-time.After(drainTimeout):
+			p.reset()
+		}
+	case err != nil:
 		p.reset()
-		return n
+	default:
+		if !p.HalfClose {
+			p.holdFIN(answered)
+		}
+		p.passing.Store(true)
+		p.passFIN(p.Peer)
+		p.endWithApp(answered)
 	}
-	if !p.HalfClose {
-		p.holdFIN(answered)
-	}
-	p.passFIN(p.Peer)
-	p.endWithApp(answered)
 	return n
 }
 
@@ -110,18 +132,25 @@ func (p *Pair) copyToApp() int64 {
 			return 0
 		}
 	}
-	n, err := io.Copy(p.App, p.Peer)
+	n, err := carry(p.App, p.Peer)
 	switch {
-	case err == nil:
+	case err == nil && !p.peerFailed():
 		p.passFIN(p.App)
+	case errors.Is(err, errTo):
+		p.reset()
 	case !errors.Is(err, os.ErrDeadlineExceeded): // endWithApp sets a deadline
+		p.deliver()
 		p.reset()
 	}
 	return n + int64(len(p.First))
 }
 
-func (p *Pair) passFIN(to *net.TCPConn) {
-	if err := to.CloseWrite(); err != nil {
+// peerFailed tells a reset of the peer from the end of its data. The kernel reports a reset once: if the direction to
+// the peer has got it, reading ends as if the peer had sent a FIN. Without a FIN to the peer, only a reset closes.
+func (p *Pair) peerFailed() bool { return socket.IsReset(p.Peer) && !p.passing.Load() }
+
+func (p *Pair) passFIN(to socket.Stream) {
+	if err := socket.CloseWrite(to); err != nil {
 		p.reset()
 	}
 }
@@ -139,7 +168,9 @@ func (p *Pair) reset() {
 func (p *Pair) close(bytes uint64) {
 	p.once.Do(func() {
 		p.closed(bytes)
-		_ = errors.Join(p.App.SetLinger(-1), p.Peer.SetLinger(-1), p.App.Close(), p.Peer.Close())
+		for _, c := range []socket.Stream{p.App, p.Peer} {
+			_ = errors.Join(socket.SetResetOnClose(c, false), c.Close()) // fails only if closed
+		}
 	})
 }
 
@@ -180,6 +211,22 @@ func (p *Pair) endWithApp(answered <-chan struct{}) {
 		}
 		return gone
 	})
+}
+
+// drainTimeout bounds how long the answer of a peer that has failed may take to reach the app. The bytes are those that
+// the kernel has received of it, so there are no more than a receive buffer holds.
+const drainTimeout = 5 * time.Second
+
+// deliver returns when the app's kernel has all that was written to the app: a reset would overtake it.
+func (p *Pair) deliver() {
+	late := time.After(drainTimeout)
+	for pause := time.Millisecond; !socket.IsDelivered(p.App) && !socket.IsReset(p.App); pause *= 2 {
+		select {
+		case <-late:
+			return
+		case <-time.After(pause):
+		}
+	}
 }
 
 // poll calls check until it returns true, or until stop is closed. It polls because the kernel reports no event when

@@ -35,6 +35,7 @@ func (t *Trust) repair(c *container, late bool) error {
 	if c.mounted {
 		args = append(args, "--bundle", BundlePath)
 	}
+	args = append(args, namedArgs(c.named)...)
 	cmd := exec.Command(t.config.Plugin, args...) //nolint:noctx // it ends by itself, with its files whole
 	cmd.Env = []string{}                          // nothing of the daemon's is of use in a container
 	var output bytes.Buffer

@@ -117,7 +117,7 @@ func (s *scene) report(ca []byte, state truststore.State) string {
 func (s *scene) plugin(commands string) {
 	s.t.Helper()
 	script := fmt.Sprintf(`#!/bin/sh
-[ "$*" = "ca-hook --help" ] && exit
+[ "$*" = "ca-hook --help" ] && echo -named && exit
 cd %s
 while [ $# -gt 0 ]; do
 	case $1 in --report) report=$2 ;; --pid) pid=$2 ;; --late) late='"late":true,' ;; esac

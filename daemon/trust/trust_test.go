@@ -2,6 +2,7 @@ package trust
 
 import (
 	"context"
+	"encoding/json"
 	"net"
 	"os"
 	"path/filepath"
@@ -167,7 +168,7 @@ func TestRetry(t *testing.T) {
 	}
 	trust.mu.Lock()
 	trust.retryPause = 0
-	trust.containers["pod"].retry = time.Now()
+	trust.containers["pod"].next = time.Now()
 	trust.mu.Unlock()
 	for range 3 {
 		s.ready(trust, "pod")
@@ -254,11 +255,69 @@ func TestReconnect(t *testing.T) {
 		t.Error("a runtime that has gone asks")
 	}
 	s.wantState(trust, "pod", truststore.Trusted, "app")
+	started := []string{"pod", "started meanwhile"}
+	trust.mu.Lock()
+	trust.config.Running = func(string) []string { return started }
+	trust.mu.Unlock()
+	s.wantState(trust, "pod", truststore.Unknown, "was started while the connection")
 	s.newRuntime(running("later", 4343))
 	s.eventually("the new container is known", func() bool { return trust.State("later").State == truststore.Trusted })
 	s.wantState(trust, "pod", truststore.Unknown, "no container runs")
 	if lost, back := s.log.count("is lost"), s.log.count("connected to"); lost != 1 || back != 2 {
 		t.Errorf("got %d lines about the loss and %d about the connection, want 1 and 2", lost, back)
+	}
+}
+
+// TestServedBefore: a container that was created without the CA, in a pod that was served before the daemon started, may
+// have connected. Others of the pod stay trusted by the hook's report.
+func TestServedBefore(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "pod", "hooked")
+	s.setCA(pki.NewCA("proxy").Cert)
+	s.must(os.Mkdir(s.path("run/reports"), 0o700))
+	s.write("run/reports/hooked.json", s.report(s.ca, truststore.Trusted))
+	s.newRuntime(running("pod", 4242), running("hooked", 4343))
+	config := s.config()
+	config.Served = []string{"pod", "hooked"}
+	trust, err := New(config)
+	s.must(err)
+	s.run(trust)
+	s.ready(trust, "pod", "hooked")
+	s.wantState(trust, "pod", truststore.Unknown, "given the CA while it ran")
+	s.wantState(trust, "hooked", truststore.Trusted, "app")
+}
+
+// TestChangingStores: a container with a store that changes by itself is repaired again and again, and stays trusted.
+func TestChangingStores(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "pod", "steady")
+	s.setCA(pki.NewCA("proxy").Cert)
+	fingerprints, err := truststore.Fingerprints(s.ca)
+	s.must(err)
+	report, err := json.Marshal(truststore.Report{
+		State: truststore.Trusted, CA: fingerprints,
+		Stores: []truststore.Store{{Path: "/x", Kind: truststore.Bundle, Action: truststore.Bound, Changing: true}},
+	})
+	s.must(err)
+	s.must(os.Mkdir(s.path("run/reports"), 0o700))
+	s.write("run/reports/pod.json", string(report))
+	s.write("run/reports/steady.json", s.report(s.ca, truststore.Trusted))
+	s.write("good.json", string(report))
+	s.newRuntime(running("pod", 4242), running("steady", 4343))
+	trust := s.newTrust()
+	trust.retryPause = time.Millisecond
+	s.run(trust)
+	s.ready(trust, "pod", "steady")
+	for _, want := range []string{"4242\n", "4242\n4242\n"} {
+		s.eventually("the next look", func() bool {
+			trust.Check()
+			return strings.HasPrefix(s.repaired(), want)
+		})
+	}
+	s.ready(trust, "pod", "steady")
+	s.wantState(trust, "pod", truststore.Trusted, "app")
+	if strings.Contains(s.repaired(), "4343") {
+		t.Error("a container whose stores do not change was looked at again")
 	}
 }
 

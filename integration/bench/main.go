@@ -21,6 +21,8 @@ var parts = []struct {
 	run  func(*bench)
 }{
 	{"latency", benchLatency},
+	{"fair", benchFair},
+	{"idle", benchIdle},
 	{"throughput", benchThroughput},
 	{"mitmdump", benchMitmdump},
 	{"sockets", benchSockets},

@@ -106,28 +106,33 @@ func (b *bench) throughput(sides []side, load relayLoad, w way) [][]float64 {
 // latency returns the median time in µs of a connection with one echo, for each side and round.
 func (b *bench) latency(sides []side, load relayLoad) [][]float64 {
 	return b.takeTurns(sides, load.rounds, "connect and echo", func(s side) (float64, error) {
-		var took []float64
-		err := s.from.Do(func() error {
-			for range load.echoes {
-				start := time.Now()
-				c, err := dial(s.proxy, s.to)
-				if err != nil {
-					return err
-				}
-				err = echo(c)
-				c.close()
-				if err != nil {
-					return err
-				}
-				took = append(took, float64(time.Since(start))/1e3)
-			}
-			return nil
-		})
-		if err != nil {
-			return 0, err
-		}
-		return median(took), nil
+		return s.medianEcho(load.echoes)
 	})
+}
+
+// medianEcho returns the median time in µs of so many connections with one echo each, one after the other.
+func (s side) medianEcho(count int) (float64, error) {
+	var took []float64
+	err := s.from.Do(func() error {
+		for range count {
+			start := time.Now()
+			c, err := dial(s.proxy, s.to)
+			if err != nil {
+				return err
+			}
+			err = echo(c)
+			c.close()
+			if err != nil {
+				return err
+			}
+			took = append(took, float64(time.Since(start))/1e3)
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	return median(took), nil
 }
 
 // takeTurns measures every side once in each round and returns the values for each side and round. Every second round

@@ -14,10 +14,11 @@ import (
 	"time"
 )
 
-// Answers of an HTTP CONNECT proxy.
+// Answers of an HTTP CONNECT proxy, and of a SOCKS5 proxy.
 const (
-	Connected  = "HTTP/1.1 200 OK\r\n\r\n"
-	badGateway = "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"
+	Connected      = "HTTP/1.1 200 OK\r\n\r\n"
+	badGateway     = "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"
+	socksConnected = "\x05\x00\x00\x01\x00\x00\x00\x00\x00\x00"
 )
 
 // StartUpstream starts the upstream for the protocol that the node was made with: connectproxy, or with "sockets"
@@ -136,10 +137,37 @@ func (p *AnsweringProxy) serveSOCKS5(c net.Conn) {
 		return // the daemon may end at any time
 	}
 	if p.mended.Load() {
-		ConnectTo(p.node, c, c, destination, "\x05\x00\x00\x01\x00\x00\x00\x00\x00\x00", "")
+		ConnectTo(p.node, c, c, destination, socksConnected, "")
 		return
 	}
 	p.reply(c)
+}
+
+// StartEarlyProxy starts an upstream that takes the place of the destinations. It reads only the first bytes of an
+// upload, answers, and closes the connection.
+func StartEarlyProxy(n *Node, protocol, answer string) {
+	n.tb.Helper()
+	n.Serve(ProxyAddress, func(c net.Conn) {
+		in := bufio.NewReader(c)
+		if protocol == "socks5" {
+			if _, err := io.ReadFull(in, make([]byte, 3)); err != nil {
+				return // the daemon's idle connection
+			}
+			fmt.Fprint(c, "\x05\x00")
+			if _, err := readSOCKS5(in); err != nil {
+				return // the daemon may end at any time
+			}
+			fmt.Fprint(c, socksConnected)
+		} else {
+			if _, err := http.ReadRequest(in); err != nil {
+				return // as above
+			}
+			fmt.Fprint(c, Connected)
+		}
+		if _, err := io.ReadFull(in, make([]byte, 1000)); err == nil {
+			fmt.Fprint(c, answer)
+		}
+	})
 }
 
 // reply gives the answer and leaves it to the daemon to close the connection, as mitmproxy does.
@@ -151,7 +179,7 @@ func (p *AnsweringProxy) reply(c net.Conn) {
 }
 
 // readSOCKS5 reads a request and returns its destination.
-func readSOCKS5(c net.Conn) (string, error) {
+func readSOCKS5(c io.Reader) (string, error) {
 	head := make([]byte, 4) // version, command, reserved, address type
 	if _, err := io.ReadFull(c, head); err != nil {
 		return "", err

@@ -81,6 +81,28 @@ func TestSmallMemory(t *testing.T) {
 	}
 }
 
+// TestLateRepair: a repair is late if it changes a store that programs may have read, and stays late.
+func TestLateRepair(t *testing.T) {
+	sluiced := newSluiced(t, newAuthority(t))
+	for _, test := range []struct {
+		name string
+		mode int
+		late bool
+	}{{"with the hook", 0, false}, {"without", 2, true}} {
+		c := newIdle(t, oci.Machine(t))
+		adjust(sluiced, c, modes[test.mode])
+		c.Start()
+		for range 2 {
+			if report := sluiced.Repair(c, "--late"); report.Late != test.late || report.State != truststore.Trusted {
+				t.Errorf("%s: got %+v, want late: %t", test.name, report, test.late)
+			}
+		}
+		if report := sluiced.Repair(c); report.Late {
+			t.Errorf("%s: got %+v of a repair in time", test.name, report)
+		}
+	}
+}
+
 // wantUnchanged fails unless a repair has found the CA in all stores.
 func wantUnchanged(t *testing.T, report truststore.Report) {
 	t.Helper()

@@ -2,9 +2,11 @@ package waiting
 
 import (
 	"bufio"
+	"io"
 	"net"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
@@ -20,7 +22,7 @@ type holdingProxy struct {
 	holds func(destination string) bool
 
 	mu        sync.Mutex
-	held      []chan struct{}
+	held      []chan bool
 	connected int // connections without an answer yet, with a request or without
 	mostHeld  int
 	mostConns int
@@ -48,18 +50,18 @@ func (p *holdingProxy) serve(c net.Conn) {
 	if err != nil {
 		return // the daemon's idle connection
 	}
-	if p.holds == nil || p.holds(req.Host) {
-		<-p.hold()
+	if (p.holds == nil || p.holds(req.Host)) && !<-p.hold() {
+		return
 	}
 	answered()
 	testbed.ConnectTo(p.node, c, in, req.Host, testbed.Connected, "")
 }
 
-// hold counts a request among those held. It returns a channel that is closed when the request may be answered.
-func (p *holdingProxy) hold() <-chan struct{} {
+// hold counts a request among those held. It returns a channel that says when and whether the request is answered.
+func (p *holdingProxy) hold() <-chan bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	free := make(chan struct{})
+	free := make(chan bool, 1)
 	p.held = append(p.held, free)
 	p.mostHeld = max(p.mostHeld, len(p.held))
 	return free
@@ -73,12 +75,22 @@ func (p *holdingProxy) waiting() int {
 }
 
 // release answers the requests that the proxy holds, and returns their number.
-func (p *holdingProxy) release() int {
+func (p *holdingProxy) release() int { return p.end(true) }
+
+// hangUp ends the connections of the requests that the proxy holds without an answer, and forgets the highest numbers.
+func (p *holdingProxy) hangUp() {
+	p.end(false)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.mostHeld, p.mostConns = 0, 0
+}
+
+func (p *holdingProxy) end(answer bool) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	n := len(p.held)
 	for _, free := range p.held {
-		close(free)
+		free <- answer
 	}
 	p.held = nil
 	return n
@@ -89,6 +101,24 @@ func (p *holdingProxy) most() (held, connected int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.mostHeld, p.mostConns
+}
+
+// releaseAll answers so many requests, as they come.
+func (p *holdingProxy) releaseAll(t *testing.T, count int) {
+	t.Helper()
+	for answered := 0; answered < count; {
+		testbed.Eventually(t, "the daemon asks for more connections", func() bool { return p.waiting() > 0 })
+		answered += p.release()
+	}
+}
+
+// wantBounded fails the test if there were more handshakes at the same time than there may be.
+func (p *holdingProxy) wantBounded(t *testing.T) {
+	t.Helper()
+	if held, connected := p.most(); held > handshakes || connected > handshakes+1 {
+		t.Errorf("%d requests at the same time, on %d connections; want at most %d, and one idle connection",
+			held, connected, handshakes)
+	}
 }
 
 // TestHandshakesAreBounded: when a late upstream comes, all connections wait for it, and its backlog is short.
@@ -103,18 +133,13 @@ func TestHandshakesAreBounded(t *testing.T) {
 	outcome := testbed.Echoes(t, count/3, 200, hosts...)
 	testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pods...) == count })
 	proxy := startHoldingProxy(n, nil)
-	for answered := 0; answered < count; {
-		batch := min(handshakes, count-answered)
-		testbed.Eventually(t, "the daemon asks for as many connections as it may", func() bool {
-			return proxy.waiting() >= batch
-		})
-		answered += proxy.release()
-	}
+	// Three pods that have no more than are free have three quarters or more together.
+	testbed.Eventually(t, "the daemon asks for as many connections as it may", func() bool {
+		return proxy.waiting() >= handshakes*3/4
+	})
+	proxy.releaseAll(t, count)
 	testbed.WantServed(t, outcome, count)
-	if held, connected := proxy.most(); held > handshakes || connected > handshakes+1 {
-		t.Errorf("%d requests at the same time, on %d connections; want at most %d, and one idle connection",
-			held, connected, handshakes)
-	}
+	proxy.wantBounded(t)
 	if got := n.SYNs(); got != 0 {
 		t.Errorf("%d SYNs left the pods, want none", got)
 	}
@@ -153,4 +178,53 @@ func TestDeadDestinationsDelayNoOthers(t *testing.T) {
 	for _, outcome := range outcomes {
 		testbed.WantServed(t, outcome, 1)
 	}
+}
+
+// TestRetriesAreBounded: requests that the upstream takes long to answer do not count, until it fails and all of them
+// are made again at the same time.
+func TestRetriesAreBounded(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	testbed.ServeEcho(n)
+	proxy := startHoldingProxy(n, nil)
+	n.StartDaemon()
+	const count = 4 * handshakes
+	outcome := testbed.Echoes(t, count, 200, n.AddPod("patient").Host)
+	testbed.Eventually(t, "the proxy holds all requests", func() bool { return proxy.waiting() == count })
+	proxy.hangUp()
+	proxy.releaseAll(t, count)
+	testbed.WantServed(t, outcome, count)
+	proxy.wantBounded(t)
+}
+
+// TestRepeatedRequestsDelayNoOthers: requests that the upstream always answers with a failure do not use up the
+// handshakes between their repetitions.
+func TestRepeatedRequestsDelayNoOthers(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	testbed.ServeEcho(n)
+	failing := testbed.EchoAddresses[1]
+	var failed atomic.Int64
+	n.Serve(testbed.ProxyAddress, func(c net.Conn) {
+		in := bufio.NewReader(c)
+		req, err := http.ReadRequest(in)
+		switch {
+		case err != nil: // the daemon's idle connection
+		case req.Host == failing:
+			failed.Add(1)
+			_, _ = io.WriteString(c, "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+		default:
+			testbed.ConnectTo(n, c, in, req.Host, testbed.Connected, "")
+		}
+	})
+	d := n.StartDaemon()
+	unlucky, other := n.AddPod("unlucky"), n.AddPod("other")
+	const count = 2 * handshakes
+	for range count {
+		testbed.MustOpen(t, unlucky.Host, failing)
+	}
+	testbed.Eventually(t, "each request was made twice", func() bool {
+		return failed.Load() >= 2*count && d.Of(unlucky).Waiting == count
+	})
+	testbed.EchoAll(t, 1, 200, other.Host)
 }

@@ -293,6 +293,73 @@ func TestVolumeIsNotWritten(t *testing.T) {
 	}
 }
 
+// TestChangingVolume: kubelet exchanges the files of a volume, and the next run adds the CA again.
+func TestChangingVolume(t *testing.T) {
+	image, company, ca := pki.NewCA("image").Cert, pki.NewCA("company").Cert, pki.NewCA("proxy").Cert
+	volume := tree(t, map[string]string{
+		"..1/ca-certificates.crt": string(image), "..2/ca-certificates.crt": string(image) + string(company),
+		"..data": "-> ..1", "ca-certificates.crt": "-> ..data/ca-certificates.crt",
+	})
+	root := tree(t, map[string]string{"/etc/ssl/certs/": "", rhelBundle: string(image)})
+	mount(t, volume, filepath.Join(root, "/etc/ssl/certs"), "", unix.MS_BIND, "")
+	for i, want := range [][][]byte{{image, ca}, {image, company, ca}} {
+		for _, action := range []Action{Bound, Present} {
+			report := add(t, root, ca)
+			wantAction(t, report, debianBundle, action)
+			if !report.store(t, debianBundle).Changing || report.store(t, rhelBundle).Changing {
+				t.Errorf("got %+v, want the bundle in the volume alone to change", report)
+			}
+		}
+		wantCertificates(t, read(t, root, debianBundle), want...)
+		if i == 0 {
+			if err := errors.Join(os.Symlink("..2", filepath.Join(volume, "..next")),
+				os.Rename(filepath.Join(volume, "..next"), filepath.Join(volume, "..data"))); err != nil {
+				t.Fatal(err)
+			}
+			wantCertificates(t, read(t, root, debianBundle), image, company)
+		}
+	}
+	unmountAll(t, root, "/etc/ssl/certs/..1/ca-certificates.crt")
+	unmountAll(t, root, "/etc/ssl/certs/..2/ca-certificates.crt")
+}
+
+// TestNamed: stores that the container's own variables name.
+func TestNamed(t *testing.T) {
+	image, ca := pki.NewCA("image").Cert, pki.NewCA("proxy").Cert
+	for _, test := range []struct {
+		name, path string
+		action     Action
+		state      State
+	}{
+		{"a bundle", "/opt/ca.pem", Appended, Trusted},
+		{"an empty bundle", "/opt/empty.pem", Appended, Trusted},
+		{"a directory", "/opt/certs", Appended, Trusted},
+		{"a directory without hashed names", "/opt", Failed, FilesOnly},
+		{"nothing", "/opt/missing.pem", Failed, FilesOnly},
+		{"a relative path", "opt/ca.pem", Failed, FilesOnly},
+		{"a device", "/dev/null", Failed, FilesOnly},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			root := tree(t, map[string]string{
+				debianBundle: string(image), "/opt/ca.pem": string(image), "/opt/empty.pem": "",
+				"/opt/certs/11112222.0": string(image), "/dev/": "",
+			})
+			if err := unix.Mknod(filepath.Join(root, "/dev/null"), unix.S_IFCHR, int(unix.Mkdev(1, 3))); err != nil {
+				t.Fatal(err)
+			}
+			report := addWith(t, root, ca, Options{Named: []string{test.path}})
+			wantAction(t, report, test.path, test.action)
+			wantState(t, report, test.state)
+		})
+	}
+	root := tree(t, map[string]string{debianBundle: string(image)})
+	report := addWith(t, root, ca, Options{Named: []string{debianBundle}})
+	wantState(t, report, Trusted)
+	if len(report.Stores) != 1 {
+		t.Errorf("a store that is found and named: got %+v, want it once", report.Stores)
+	}
+}
+
 // withFallback mounts a folder with a fallback, as the runtime does, and returns the options for it.
 func withFallback(t *testing.T, root, contents string) Options {
 	t.Helper()

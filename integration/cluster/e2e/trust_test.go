@@ -37,6 +37,9 @@ func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	p.Spec.InitContainers[0].VolumeMounts = append(p.Spec.InitContainers[0].VolumeMounts, share)
 	p.Spec.Containers[0].VolumeMounts = append(p.Spec.Containers[0].VolumeMounts, share)
 	must(t, client(c).Create(ctx, p))
+	variable := newPod("variable", namespace, capture, "sleep 86400", "")
+	variable.Spec.Containers[0].Env = []corev1.EnvVar{{Name: "SSL_CERT_FILE", Value: "/missing.pem"}}
+	must(t, client(c).Create(ctx, variable))
 	must(t, client(c).Create(ctx, newPod("uncaptured", namespace, nil, "sleep 86400", "")))
 	waitForTrust(ctx, t, c, "trusting", "trusted")
 	for _, store := range append([]string{"/init/store"}, runningStores...) {
@@ -53,6 +56,11 @@ func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 		t.Errorf("the pod without the label: got %q, %v; want no folder, no variable and no CA", out, err)
 	}
 	must(t, client(c).Delete(ctx, newPod("uncaptured", namespace, nil, "", "")))
+	waitForTrust(ctx, t, c, "variable", "files-only")
+	waitFor(ctx, t, "an event names the store that is missing", func() (bool, error) {
+		return hasEventIn(ctx, c, namespace, "variable", "SluiceCANotTrusted", "/missing.pem")
+	})
+	must(t, client(c).Delete(ctx, variable))
 }
 
 // debug adds a container to a pod that runs, as kubectl debug does, and waits for it.
