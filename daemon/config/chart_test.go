@@ -122,14 +122,15 @@ func TestSchemaAgreesWithParse(t *testing.T) {
 	const port, duration = `1 65535 | 0 65536 1.5 "x"`, `"0s" "1m30s" "1.5h" | "" "5" "5 minutes" "-1s" "soon"`
 	for key, samples := range map[string]string{
 		"upstream.address":       `"127.0.0.1:80" "[::1]:80" "proxy:80" | "" "proxy" 80`,
-		"upstream.protocol":      `"connect" "socks5" | "ftp" "" 1`,
+		"upstream.protocol":      `"connect" "socks5" "proxy-v2" | "ftp" "" 1`,
 		"upstream.probeInterval": duration, "late.timeout": duration, "late.taintAfter": duration,
 		"capture.source":       `"kubernetes" | "some" ""`,
 		"capture.includePorts": ports, "capture.excludePorts": ports,
-		"capture.excludeCIDRs": `[] ["10.0.0.0/8","fe80::/10"] ["10.0.0.1"] | ["x"] "10.0.0.0/8"`,
-		"capture.quic":         `"reject" "allow" | "drop" ""`,
-		"capture.other":        `"allow" "dns" "deny" | "drop"`,
-		"trust.ca":             `"auto" "off" false | "on" true`,
+		"capture.excludeCIDRs":  `[] ["10.0.0.0/8","fe80::/10"] ["10.0.0.1"] | ["x"] "10.0.0.0/8"`,
+		"capture.quic":          `"reject" "allow" | "drop" ""`,
+		"capture.other":         `"allow" "dns" "deny" | "drop"`,
+		"capture.nodeAddresses": `"refuse" "allow" | "x" true`,
+		"trust.ca":              `"auto" "off" false | "on" true`,
 		"capture.annotations": `"any" {} {"quic":["allow"],"late-timeout":"any"} {"ca":[false],"tls":[]}
 			{"exclude-outbound-ports":[80,"8000-8999"],"exclude-outbound-cidrs":["10.0.0.0/8"]} |
 			"none" [] {"quic":"allow"} {"quic":["x"]} {"unknown":[]} {"when-late":["never"]} {"late-timeout":["soon"]}

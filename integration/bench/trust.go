@@ -22,7 +22,8 @@ func benchTrust(b *bench) {
 	if b.short {
 		starts, rounds = 10, 2
 	}
-	s := &trustScene{b: b, sluiced: oci.NewSluiced(b.tb, b.tb.TempDir(), filepath.Join(b.bin, "sluice"), pki.NewCA("The proxy's CA").Cert)}
+	ca, hook := pki.NewCA("The proxy's CA").Cert, filepath.Join(b.bin, "sluice")
+	s := &trustScene{b: b, sluiced: oci.NewSluiced(b.tb, b.tb.TempDir(), hook, ca)}
 	java := oci.Image{Layers: []string{s.debian()}}
 	pemAlone := oci.Image{Layers: []string{b.hiding("etc/ssl/certs/java"), s.debian()}}
 	for _, c := range []struct {

@@ -47,7 +47,8 @@ func TestCA(t *testing.T) {
 	step(t, "the proxy waits for the CA, and presents a chain that the published root verifies", caIsLate)
 	step(t, "every container of a captured pod trusts the proxy, and others get nothing", trustedByPods)
 	step(t, "TLS of a pod that is not to trust the CA is passed through", passedPods)
-	step(t, "neither restarts nor uninstallation change the root", caRestarts)
+	step(t, "restarts do not change the root", caRestarts)
+	step(t, "the chart is uninstalled and installed, and proxies and running pods follow the new root", caReinstalled)
 	step(t, "the root is rotated under load, without an error of trust", caRotation)
 	step(t, "requests of others, and for other nodes, are denied", caRefusals)
 	step(t, "the roles of the CA and of the proxy grant the verbs that they need, and no others", caRoles)
@@ -141,12 +142,12 @@ func handshake(ctx context.Context, c *envconf.Config, server string) ([]*x509.C
 	for _, root := range roots {
 		trusted.AddCert(root)
 	}
-	return handshakeFrom(ctx, c, "client", server, trusted)
+	return handshakeFrom(ctx, c, "client", server, &tls.Config{RootCAs: trusted})
 }
 
-// handshakeFrom connects to the server from a captured pod, as handshake does, with other roots.
+// handshakeFrom connects to the server from a captured pod, as handshake does, with a configuration without a name.
 func handshakeFrom(
-	ctx context.Context, c *envconf.Config, pod, server string, trusted *x509.CertPool,
+	ctx context.Context, c *envconf.Config, pod, server string, config *tls.Config,
 ) ([]*x509.Certificate, error) {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute)
 	defer cancel()
@@ -155,7 +156,7 @@ func handshakeFrom(
 		return nil, err
 	}
 	defer conn.Close() //nolint:errcheck // the handshake is all that matters
-	config := &tls.Config{RootCAs: trusted, ServerName: "www.example.com"}
+	config.ServerName = "www.example.com"
 	tlsConn := tls.Client(conn, config)
 	if err := tlsConn.HandshakeContext(ctx); err != nil {
 		return nil, err
@@ -234,7 +235,7 @@ func caIsLate(ctx context.Context, t *testing.T, c *envconf.Config) {
 	root := theRoot(ctx, t, c)
 	scaleCA(ctx, t, c, 0)
 	must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
-	must(t, client(c).Create(ctx, newPod("client", namespace, capture, "sleep 86400", "")))
+	must(t, client(c).Create(ctx, inspected(newPod("client", namespace, capture, "sleep 86400", ""))))
 	waitFor(ctx, t, "the proxy's sidecar has sent its request", func() (bool, error) {
 		var requests certificatesv1.CertificateSigningRequestList
 		err := client(c).List(ctx, &requests)
@@ -266,6 +267,12 @@ func caIsLate(ctx context.Context, t *testing.T, c *envconf.Config) {
 		t.Errorf("the connection that waited: %q, %v", subjects(got.chain), got.err)
 	}
 	wantChain(ctx, t, c, root)
+}
+
+// inspected makes the proxy look into TLS of a pod, whatever sluiced knows of its trust.
+func inspected(p *corev1.Pod) *corev1.Pod {
+	p.Annotations = map[string]string{"sluice.dev/tls": "inspect"}
+	return p
 }
 
 // deletePods deletes the pods that a selector selects, and waits until others run.
@@ -307,7 +314,7 @@ func caRestarts(ctx context.Context, t *testing.T, c *envconf.Config) {
 			})
 		}},
 		{"three replicas run", func() { scaleCA(ctx, t, c, 3) }},
-		{"the chart is uninstalled and installed", func() {
+		{"the Deployment is deleted, and the chart installed", func() {
 			must(t, client(c).Delete(ctx, caDeployment()))
 			must(t, applyFile(ctx, c, "sluice.yaml"))
 			waitForCA(ctx, t, c)
@@ -326,6 +333,48 @@ func caRestarts(ctx context.Context, t *testing.T, c *envconf.Config) {
 		}
 		wantChain(ctx, t, c, root)
 	}
+}
+
+// caReinstalled deletes all objects of the chart and the namespace, with the root in it, and installs the chart again.
+func caReinstalled(ctx context.Context, t *testing.T, c *envconf.Config) {
+	old := theRoot(ctx, t, c)
+	must(t, deleteFile(ctx, c, "sluice.yaml"))
+	must(t, deleteNamespace(ctx, c, system))
+	must(t, applyFile(ctx, c, "sluice.yaml"))
+	waitForRollout(ctx, t, c, system, "sluice")
+	waitForCA(ctx, t, c)
+	root := theRoot(ctx, t, c)
+	if root.Equal(old) {
+		t.Fatalf("the root is %s, as before", root.Subject)
+	}
+	waitForFollowers(ctx, t, c, root)
+}
+
+// waitForFollowers waits until the proxy has an intermediate below a root, and the stores of a pod that has run all
+// the time have the root, and checks that they verify the proxy.
+func waitForFollowers(ctx context.Context, t *testing.T, c *envconf.Config, root *x509.Certificate) {
+	t.Helper()
+	server := serverAddress(ctx, t, c)
+	waitFor(ctx, t, "the stores of the running pod have the root "+root.Subject.CommonName, func() (bool, error) {
+		for _, container := range []string{"c", "debugger"} {
+			for _, store := range runningStores {
+				has, err := hasRoot(ctx, c, "trusting", container, store, root)
+				if !has || err != nil {
+					return false, err
+				}
+			}
+		}
+		return true, nil
+	})
+	waitFor(ctx, t, "the proxy has an intermediate below it", func() (bool, error) {
+		chain, err := handshakeFrom(ctx, c, "client", server, &tls.Config{InsecureSkipVerify: true})
+		return err == nil && len(chain) > 1 && chain[1].CheckSignatureFrom(root) == nil, nil
+	})
+	wantChain(ctx, t, c, root)
+	for _, store := range runningStores {
+		wantTrusted(ctx, t, c, "trusting", "c", store)
+	}
+	wantTrusted(ctx, t, c, "trusting", "debugger", imageStore)
 }
 
 // caRotation rotates the root by hand, with an overlap of seconds, while clients connect without a pause.
@@ -371,6 +420,7 @@ func caRotation(ctx context.Context, t *testing.T, c *envconf.Config) {
 			t.Errorf("no handshake was below the root %s", root.Subject)
 		}
 	}
+	waitForFollowers(ctx, t, c, roots[0])
 }
 
 const loadClients = 3
@@ -545,6 +595,8 @@ func caRoles(ctx context.Context, t *testing.T, c *envconf.Config) {
 		{proxyUser, "list", "certificates.k8s.io", "certificatesigningrequests", "", false},
 		{proxyUser, "approve", "certificates.k8s.io", "signers", caSigner, false},
 		{proxyUser, "get", "", "secrets", caObject, false},
+		{proxyUser, "get", "", "configmaps", caObject, true}, {proxyUser, "get", "", "configmaps", "sluice", false},
+		{proxyUser, "list", "", "configmaps", "", false}, {proxyUser, "update", "", "configmaps", caObject, false},
 		{daemon, "get", "", "secrets", caObject, false},
 	} {
 		review := &authv1.SubjectAccessReview{Spec: authv1.SubjectAccessReviewSpec{

@@ -5,6 +5,8 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/pem"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -22,9 +24,12 @@ const (
 	imageStore = "/etc/ssl/certs/ca-certificates.crt" // of the image tools:e2e
 )
 
+// runningStores are the stores of the container c of the pod "trusting", as it runs.
+var runningStores = []string{imageStore, "$SSL_CERT_FILE", "$NODE_EXTRA_CA_CERTS"}
+
 // trustedByPods checks that each container of a captured pod trusts the proxy, and that other pods get nothing.
 func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
-	p := newPod("trusting", namespace, capture, "sleep 86400", "cp "+imageStore+" /init/store")
+	p := inspected(newPod("trusting", namespace, capture, "sleep 86400", "cp "+imageStore+" /init/store"))
 	readOnly := true
 	p.Spec.Containers[0].SecurityContext = &corev1.SecurityContext{ReadOnlyRootFilesystem: &readOnly}
 	share := corev1.VolumeMount{Name: "init", MountPath: "/init"}
@@ -37,7 +42,7 @@ func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	must(t, client(c).Create(ctx, variable))
 	must(t, client(c).Create(ctx, newPod("uncaptured", namespace, nil, "sleep 86400", "")))
 	waitForTrust(ctx, t, c, "trusting", "trusted")
-	for _, store := range []string{"/init/store", imageStore, "$SSL_CERT_FILE", "$NODE_EXTRA_CA_CERTS"} {
+	for _, store := range append([]string{"/init/store"}, runningStores...) {
 		wantTrusted(ctx, t, c, "trusting", "c", store)
 	}
 	debug(ctx, t, c, "trusting", "debugger")
@@ -136,16 +141,31 @@ func waitForTrust(ctx context.Context, t *testing.T, c *envconf.Config, pod, sta
 // wantTrusted checks that a store in a container verifies the certificate that the proxy presents to the pod.
 func wantTrusted(ctx context.Context, t *testing.T, c *envconf.Config, pod, container, store string) {
 	t.Helper()
+	text, err := readStore(ctx, c, pod, container, store)
+	must(t, err)
+	roots := x509.NewCertPool()
+	if !roots.AppendCertsFromPEM(text) {
+		t.Fatalf("%s of %s has no certificate", store, pod)
+	}
+	if _, err := handshakeFrom(ctx, c, pod, serverAddress(ctx, t, c), &tls.Config{RootCAs: roots}); err != nil {
+		t.Errorf("%s of %s does not verify the proxy: %v", store, pod, err)
+	}
+}
+
+// hasRoot reports whether a store in a container has a root.
+func hasRoot(
+	ctx context.Context, c *envconf.Config, pod, container, store string, root *x509.Certificate,
+) (bool, error) {
+	text, err := readStore(ctx, c, pod, container, store)
+	return bytes.Contains(text, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: root.Raw})), err
+}
+
+// readStore reads a store, which a variable of the container may name.
+func readStore(ctx context.Context, c *envconf.Config, pod, container, store string) ([]byte, error) {
 	var text, errs bytes.Buffer
 	err := client(c).ExecInPod(ctx, namespace, pod, container, []string{"sh", "-c", "cat " + store}, &text, &errs)
 	if err != nil {
-		t.Fatalf("reading %s of %s: %v\n%s", store, pod, err, errs.String())
+		return nil, fmt.Errorf("reading %s of %s: %w\n%s", store, pod, err, errs.String())
 	}
-	roots := x509.NewCertPool()
-	if !roots.AppendCertsFromPEM(text.Bytes()) {
-		t.Fatalf("%s of %s has no certificate", store, pod)
-	}
-	if _, err := handshakeFrom(ctx, c, pod, serverAddress(ctx, t, c), roots); err != nil {
-		t.Errorf("%s of %s does not verify the proxy: %v", store, pod, err)
-	}
+	return text.Bytes(), nil
 }
