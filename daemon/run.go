@@ -21,6 +21,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/install"
 	"github.com/sluice-cni/sluice/daemon/kube"
 	"github.com/sluice-cni/sluice/daemon/optin"
+	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/daemon/proxies"
 	"github.com/sluice-cni/sluice/daemon/relay"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
@@ -30,7 +31,7 @@ import (
 )
 
 func runCommand() *cobra.Command {
-	var file, kubeconfig string
+	var file, kubeconfig, probeSocket string
 	var level slog.Level
 	var keep bool
 	var flags installFlags
@@ -63,7 +64,7 @@ must have upstream.address (or upstream.podSelector, upstream.service, or the pr
 				return err
 			}
 			d := daemon{
-				conf: conf, kubeconfig: kubeconfig, excluded: namespaces.Excluded,
+				conf: conf, kubeconfig: kubeconfig, probeSocket: probeSocket, excluded: namespaces.Excluded,
 				plugin: filepath.Join(flags.binDir, "sluice"), log: log,
 			}
 			if keep {
@@ -77,6 +78,8 @@ must have upstream.address (or upstream.podSelector, upstream.service, or the pr
 		"pod; needed only with\ncapture.source kubernetes (default: the pod's service account)")
 	c.Flags().BoolVar(&keep, "install", false, "install the plugin on this node, and install it again whenever "+
 		"another program undoes\nthat (default: do not install)")
+	c.Flags().StringVar(&probeSocket, "probe-socket", "", "`path` of a unix socket at which this process alone answers "+
+		"sluiced status --ready and --alive,\neven while another sluiced serves the agent socket (default: none)")
 	flags.add(c)
 	c.Flags().TextVar(&level, "log-level", slog.LevelInfo, "lowest `level` to log: DEBUG, INFO, WARN or ERROR")
 	return c
@@ -88,12 +91,13 @@ func configFlag(c *cobra.Command, file *string) {
 
 // daemon is the arguments of `sluiced run`.
 type daemon struct {
-	conf       config.Config
-	kubeconfig string
-	excluded   func(namespace string) bool
-	plugin     string          // the installed binary
-	keeper     *install.Keeper // nil without --install
-	log        *slog.Logger
+	conf        config.Config
+	kubeconfig  string
+	probeSocket string // empty: none
+	excluded    func(namespace string) bool
+	plugin      string          // the installed binary
+	keeper      *install.Keeper // nil without --install
+	log         *slog.Logger
 }
 
 // run runs every part of the daemon until ctx ends or one of them fails.
@@ -105,14 +109,17 @@ func (d daemon) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if p.node == nil { // every pod is captured, and none may pass because of an older list
-		if err := attach.NewOptedInFile(d.conf.DataDir).Remove(); err != nil {
-			return err
-		}
+	stopProbes, err := d.serveProbes(ctx, p.api)
+	if err != nil {
+		return err
+	}
+	defer stopProbes()
+	if err := d.prepare(&p); err != nil {
+		return err
 	}
 	socket, err := p.agent.Start(ctx, d.conf.AgentSocket)
 	if err != nil {
-		return err
+		return errors.Join(err, p.proxySocket.Close())
 	}
 	d.log.Info("sluiced is up", "version", gitVersion, "agentSocket", d.conf.AgentSocket,
 		"upstream", d.conf.Upstream.String(), "protocol", string(d.conf.Upstream.Protocol))
@@ -163,10 +170,10 @@ func (d daemon) run(ctx context.Context) error {
 	// The container runtime asks the old daemon of an upgrade until that ends, so that it always asks one.
 	group.Go(func() error { return p.trust.run(ctx, serving) })
 	group.Go(func() error { return p.api.Serve(serving, socket) })
-	if d.conf.MetricsAddress != "" {
-		group.Go(func() error { return p.api.ServeMetrics(serving, d.conf.MetricsAddress) })
+	if p.serveMetrics != nil {
+		group.Go(func() error { return p.serveMetrics(serving) })
 	}
-	group.Go(func() error { return d.serveProxies(serving, p.hub, p.agent) })
+	group.Go(func() error { return d.serveProxies(serving, p) })
 	group.Go(func() error {
 		err := p.agent.Run(ctx)
 		stopRelaying()
@@ -198,6 +205,57 @@ type parts struct {
 	trust    *podTrust
 	agent    *agent.Agent
 	api      *api.API
+
+	proxySocket  *unixsock.Listener
+	serveMetrics func(context.Context) error // nil without metricsAddress
+}
+
+// prepare does everything that can fail before this daemon takes over from another one, which goes on then.
+func (d daemon) prepare(p *parts) (err error) {
+	if p.node == nil { // every pod is captured, and none may pass because of an older list
+		if err := attach.NewOptedInFile(d.conf.DataDir).Remove(); err != nil {
+			return err
+		}
+	}
+	if d.keeper != nil {
+		if err := d.keeper.Begin(); err != nil {
+			return err
+		}
+	}
+	if d.conf.MetricsAddress != "" {
+		if p.serveMetrics, err = p.api.ListenMetrics(d.conf.MetricsAddress); err != nil {
+			return err
+		}
+	}
+	p.proxySocket, err = d.bindProxySocket()
+	return err
+}
+
+// serveProbes answers at the probe socket, if there is one, from before the start until stop. It does not depend on
+// other parts: kubelet ends a daemon that does not answer.
+func (d daemon) serveProbes(ctx context.Context, a *api.API) (stop func(), err error) {
+	if d.probeSocket == "" {
+		return func() {}, nil
+	}
+	l, err := unixsock.Bind("unix", d.probeSocket, d.log)
+	if err == nil {
+		err = l.Publish()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("probe socket: %w", err)
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if err := a.ServeProbes(ctx, l); err != nil {
+			d.log.Error("probes are not answered", "err", err)
+		}
+	}()
+	return func() {
+		cancel()
+		<-done
+	}, nil
 }
 
 func (d daemon) build() (p parts, err error) {
@@ -227,7 +285,7 @@ func (d daemon) build() (p parts, err error) {
 	})
 	p.api = &api.API{
 		Agent: p.agent, Table: table, Upstream: status, Trust: p.trust.status, Runtime: p.trust.Asked,
-		Ready: d.ready(p.node), Log: d.log,
+		Ready: d.ready(p.node, p.agent), Log: d.log,
 	}
 	if d.keeper != nil {
 		p.api.Keeper = d.keeper
@@ -281,9 +339,9 @@ func (d daemon) upstream(p *parts) (
 }
 
 // ready returns the function that says why the daemon is not ready to serve.
-func (d daemon) ready(node *kube.Node) func() error {
+func (d daemon) ready(node *kube.Node, a *agent.Agent) func() error {
 	return func() error {
-		var errs []error
+		errs := []error{a.Ready()}
 		if node != nil {
 			errs = append(errs, node.Ready())
 		}
@@ -294,12 +352,37 @@ func (d daemon) ready(node *kube.Node) func() error {
 	}
 }
 
-func (d daemon) serveProxies(ctx context.Context, hub *proxies.Hub, a *agent.Agent) error {
-	l, err := unixsock.ListenForGroup("unixpacket", d.conf.ProxySocket, d.log)
+func (d daemon) bindProxySocket() (*unixsock.Listener, error) {
+	l, err := unixsock.BindForGroup("unixpacket", d.conf.ProxySocket, d.log)
 	if err != nil {
-		return fmt.Errorf("proxySocket: %w", err)
+		return nil, fmt.Errorf("proxySocket: %w", err)
 	}
-	return hub.Run(ctx, l, a)
+	return l, nil
+}
+
+// publishRetry is the time between attempts to put the proxy socket in its place.
+const publishRetry = time.Second
+
+// serveProxies serves proxies until ctx ends. The container of a proxy may write in the folder of the socket, and so
+// keep the socket from its place. That does not end the daemon, which serves the pods.
+func (d daemon) serveProxies(ctx context.Context, p parts) error {
+	l, err := p.proxySocket, p.proxySocket.Publish()
+	for said := false; err != nil; {
+		if !said {
+			d.log.Error("proxies cannot connect; trying again", "proxySocket", d.conf.ProxySocket, "err", err)
+			said = true
+		}
+		if l != nil {
+			_ = l.Close() // no proxy has connected
+		}
+		if pause.For(ctx, publishRetry) != nil {
+			return nil
+		}
+		if l, err = d.bindProxySocket(); err == nil {
+			err = l.Publish()
+		}
+	}
+	return p.hub.Run(ctx, l, p.agent)
 }
 
 // nodeName is the node's name in the API server, or the host's.

@@ -19,7 +19,7 @@ import (
 
 func statusCommand() *cobra.Command {
 	var socket string
-	var asJSON, ready bool
+	var asJSON, ready, alive bool
 	c := &cobra.Command{
 		Use:   "status",
 		Short: "Show the state of the proxy and of each captured pod",
@@ -45,11 +45,17 @@ It fails if the daemon does not answer.`,
   sluiced status --json | jq -r '.attachments[] | "\(.pod) \(.waiting)"'
 
   # Use it as a readiness probe.
-  sluiced status --ready`,
+  sluiced status --ready
+
+  # Use it as a liveness probe of one of two daemons, which was started with --probe-socket.
+  sluiced status --alive --agent-socket /run/sluiced/probe.sock`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			daemon := attach.NewClient(socket)
-			if ready {
+			switch {
+			case alive:
+				return daemon.Alive(cmd.Context())
+			case ready:
 				return askReady(cmd.Context(), daemon)
 			}
 			s, err := daemon.Status(cmd.Context())
@@ -67,9 +73,12 @@ It fails if the daemon does not answer.`,
 	socketFlag(c, &socket)
 	c.Flags().BoolVar(&asJSON, "json", false, "print the status as JSON (default: a table)")
 	c.Flags().BoolVar(&ready, "ready", false,
-		"print nothing, and fail unless the daemon serves: the plugin is installed (with run --install)\n"+
+		"print nothing, and fail unless the daemon serves: it has taken over the node's pods, the plugin is installed (with run --install)\n"+
 			"and the API server has listed the node's pods (with capture.source kubernetes).\n"+
 			"A late proxy is no failure (default: show the status)")
+	c.Flags().BoolVar(&alive, "alive", false,
+		"print nothing, and fail if the daemon hangs (default: show the status)")
+	c.MarkFlagsMutuallyExclusive("json", "ready", "alive")
 	return c
 }
 

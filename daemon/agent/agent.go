@@ -52,6 +52,8 @@ type Agent struct {
 	restored     atomic.Uint64
 	uncaptured   uncaptured
 	enrolled     atomic.Uint64
+	pulse        pulse
+	started      atomic.Bool // Start has succeeded
 	log          *slog.Logger
 
 	// Set by Start, before other goroutines use the agent.
@@ -103,6 +105,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	a.CleanUp(ctx)
 	a.Reconsider(ctx)
 	for ctx.Err() == nil && !a.tenure.IsSucceeded() {
+		a.pulse.beat()
 		a.Reconcile(ctx)
 		a.watched()
 		select {

@@ -33,6 +33,7 @@ func (a *Agent) reconcile(ctx context.Context, s scope) {
 		a.log.Error("attachment records cannot be read or removed", "err", err)
 	}
 	for _, r := range records {
+		a.pulse.beat()
 		err := a.takeUp(ctx, r, s)
 		a.recordTrouble(r, err)
 		if err != nil {
@@ -152,6 +153,7 @@ func (a *Agent) Reconsider(ctx context.Context) {
 	a.Reconcile(ctx) // a record that has just been written can be changed too
 	for _, e := range a.table.All() {
 		for _, r := range e.Records() {
+			a.pulse.beat()
 			_ = a.tenure.Do(func() error { // short, because a hand-over waits for it
 				a.recordTrouble(r, a.reconsider(ctx, r))
 				return nil

@@ -19,6 +19,7 @@ const evictAfter, evictProxyAfter = 10 * time.Second, 2 * time.Minute
 
 // Start begins the tenure, and returns the listener of the agent socket at path:
 //
+//  0. The agent socket is made, so that nothing but its rename can fail once the other daemon has given up its pods.
 //  1. The daemon that serves the socket, if any, sends its listeners.
 //  2. The gates of the pods that were captured are opened with these listeners, or with new ones, and provisional pods
 //     are settled. Whether the orchestrator wants something else by now is left to Run: to change the rules of hundreds
@@ -26,13 +27,30 @@ const evictAfter, evictProxyAfter = 10 * time.Second, 2 * time.Minute
 //  3. The other daemon is told that its listeners are served. Its tenure ends.
 //  4. The agent socket replaces that of the other daemon. Calls queue there until they are served.
 func (a *Agent) Start(ctx context.Context, path string) (net.Listener, error) {
+	socket, err := unixsock.Bind("unix", path, a.log)
+	if err != nil {
+		return nil, fmt.Errorf("agent socket: %w", err)
+	}
+	if err := a.takeOver(ctx, path); err != nil {
+		return nil, errors.Join(err, socket.Close())
+	}
+	if err := socket.Publish(); err != nil {
+		return nil, errors.Join(fmt.Errorf("agent socket: %w", err), socket.Close())
+	}
+	a.socket = socket
+	a.started.Store(true)
+	return socket, nil
+}
+
+// takeOver is the steps of Start with the daemon that serves the socket at path.
+func (a *Agent) takeOver(ctx context.Context, path string) error {
 	transfer, err := handover.Take(path)
 	switch {
 	case errors.Is(err, handover.ErrHangs):
 		a.log.Warn("the previous sluiced does not answer; starting without it", "err", err)
 		transfer, a.evictFrom = &handover.Transfer{}, time.Now().Add(a.returning)
 	case err != nil:
-		return nil, err
+		return err
 	case a.returning > 0:
 		a.evictFrom = time.Now().Add(evictProxyAfter)
 	default:
@@ -45,12 +63,20 @@ func (a *Agent) Start(ctx context.Context, path string) (net.Listener, error) {
 	})
 	a.table.DropInherited()
 	if err := errors.Join(err, transfer.Confirm()); err != nil {
-		return nil, fmt.Errorf("taking over from the sluiced before this one: %w", err)
+		return fmt.Errorf("taking over from the sluiced before this one: %w", err)
 	}
-	if a.socket, err = unixsock.Listen("unix", path, a.log); err != nil {
-		return nil, fmt.Errorf("agent socket: %w", err)
+	return nil
+}
+
+// Ready returns an error, for the user, unless this process owns the node's pods.
+func (a *Agent) Ready() error {
+	switch {
+	case !a.started.Load():
+		return errors.New("this sluiced has not taken over the node's pods yet")
+	case a.tenure.IsSucceeded():
+		return errors.New("another sluiced has taken over the node's pods from this one")
 	}
-	return a.socket, nil
+	return nil
 }
 
 // HandOver gives every gate to the daemon at the other end of conn. If that fails, this daemon goes on serving them.

@@ -45,8 +45,25 @@ type Keeper interface {
 
 // Serve answers on l until ctx ends.
 func (a *API) Serve(ctx context.Context, l net.Listener) error {
+	if err := a.serve(ctx, l, a.handler()); err != nil {
+		return fmt.Errorf("serving the agent socket: %w", err)
+	}
+	return nil
+}
+
+// ServeProbes answers on l whether this process is ready, and whether it is alive, until ctx ends.
+func (a *API) ServeProbes(ctx context.Context, l net.Listener) error {
+	mux := http.NewServeMux()
+	a.handleProbes(mux)
+	if err := a.serve(ctx, l, mux); err != nil {
+		return fmt.Errorf("serving the probe socket: %w", err)
+	}
+	return nil
+}
+
+func (a *API) serve(ctx context.Context, l net.Listener, handler http.Handler) error {
 	s := &http.Server{
-		Handler:        a.handler(),
+		Handler:        handler,
 		ReadTimeout:    attach.Timeout,
 		WriteTimeout:   2 * attach.Timeout,
 		IdleTimeout:    attach.Timeout,
@@ -57,7 +74,7 @@ func (a *API) Serve(ctx context.Context, l net.Listener) error {
 	stop := context.AfterFunc(ctx, func() { _ = s.Close() })
 	defer stop()
 	if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
-		return fmt.Errorf("serving the agent socket: %w", err)
+		return err
 	}
 	return nil
 }
@@ -69,9 +86,7 @@ func (a *API) handler() http.Handler {
 	mux.HandleFunc("GET "+attach.PathAttachments, func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, a.attachments(), nil)
 	})
-	mux.HandleFunc("GET "+attach.PathSummary, func(w http.ResponseWriter, _ *http.Request) {
-		answer(w, a.Summary(), nil)
-	})
+	a.handleProbes(mux)
 	mux.HandleFunc("GET "+attach.PathStatus, func(w http.ResponseWriter, _ *http.Request) {
 		s := a.Summary()
 		s.Attachments, s.Uncaptured = a.attachments(), a.Agent.Uncaptured()
@@ -79,6 +94,15 @@ func (a *API) handler() http.Handler {
 	})
 	mux.HandleFunc("POST "+handover.Path, a.handOver)
 	return mux
+}
+
+func (a *API) handleProbes(mux *http.ServeMux) {
+	mux.HandleFunc("GET "+attach.PathSummary, func(w http.ResponseWriter, _ *http.Request) {
+		answer(w, a.Summary(), nil)
+	})
+	mux.HandleFunc("GET "+attach.PathAlive, func(w http.ResponseWriter, _ *http.Request) {
+		answer(w, struct{}{}, a.Agent.Alive())
+	})
 }
 
 func (a *API) attach(w http.ResponseWriter, r *http.Request) {

@@ -179,27 +179,44 @@ const (
 	portRetry = 50 * time.Millisecond
 )
 
-// ServeMetrics serves /metrics at address until ctx ends. A port that is in use is tried again without limit: a daemon
-// that hangs does not free it, and capture must not depend on metrics.
-func (a *API) ServeMetrics(ctx context.Context, address string) error {
+// ListenMetrics listens at address, and returns the function that serves /metrics there until its context ends. It
+// fails before the daemon takes over from another one, and the function does not fail because of the address: capture
+// must not depend on metrics. A port that is in use is tried again without limit, since a daemon that hangs does not
+// free it.
+func (a *API) ListenMetrics(address string) (serve func(context.Context) error, err error) {
+	l, err := net.Listen("tcp", address)
+	if err != nil && !errors.Is(err, unix.EADDRINUSE) {
+		return nil, fmt.Errorf("metricsAddress: %w", err)
+	}
+	return func(ctx context.Context) error {
+		if l == nil {
+			if l = a.awaitPort(ctx, address); l == nil {
+				return nil
+			}
+		}
+		return a.serveMetrics(ctx, l)
+	}, nil
+}
+
+// awaitPort listens at address as soon as it can. It returns nil when ctx ends.
+func (a *API) awaitPort(ctx context.Context, address string) net.Listener {
+	for since, said := time.Now(), false; pause.For(ctx, portRetry) == nil; {
+		l, err := net.Listen("tcp", address)
+		if err == nil {
+			return l
+		}
+		if !said && time.Since(since) >= portTimeout {
+			a.Log.Error("metrics are not served; trying again", "metricsAddress", address, "err", err)
+			said = true
+		}
+	}
+	return nil
+}
+
+func (a *API) serveMetrics(ctx context.Context, l net.Listener) error {
 	r := prometheus.NewRegistry()
 	r.MustRegister(Metrics{API: a}, collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	l, err := net.Listen("tcp", address)
-	warning := time.AfterFunc(portTimeout, func() {
-		a.Log.Error("metrics are not served: the port is in use; trying again", "metricsAddress", address)
-	})
-	defer warning.Stop()
-	for errors.Is(err, unix.EADDRINUSE) {
-		if pause.For(ctx, portRetry) != nil {
-			return nil
-		}
-		l, err = net.Listen("tcp", address)
-	}
-	warning.Stop()
-	if err != nil {
-		return fmt.Errorf("metricsAddress: %w", err)
-	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(r, promhttp.HandlerOpts{}))
 	s := &http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 10 * time.Second}

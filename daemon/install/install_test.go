@@ -901,6 +901,9 @@ func TestUninstallWhileTheKeeperRuns(t *testing.T) {
 		k := &Keeper{Installer: i, Log: slog.New(slog.DiscardHandler)}
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error)
+		if err := k.Begin(); err != nil {
+			t.Fatal(err)
+		}
 		go func() { done <- k.Run(ctx) }()
 		testbed.Eventually(t, "the plugin is installed", func() bool { return k.Ready() == nil })
 		if _, err := i.Uninstall(); err != nil {

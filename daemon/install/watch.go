@@ -19,7 +19,8 @@ const (
 	// rescanInterval is the longest time between two scans of the node. inotify reports changes at once, but not those
 	// in a directory that is created or replaced, until it is watched again.
 	rescanInterval = 10 * time.Second
-	// retryInterval is the same while the plugin is not installed, for example because a file is half-written.
+	// retryInterval is the same while the plugin is not installed, for example because a file is half-written, and
+	// while inotify cannot be had.
 	retryInterval = time.Second
 
 	// Another program may undo each of the Keeper's writes. After maxRewrites writes of one file the Keeper waits
@@ -35,6 +36,8 @@ const (
 type Keeper struct {
 	Installer
 	Log *slog.Logger
+
+	inotify *fsnotify.Watcher // of Run's goroutine; nil while the kernel gives none
 
 	mu      sync.Mutex // guards the fields below; no lock is taken under it
 	scanned bool
@@ -72,8 +75,8 @@ func (k *Keeper) Undone() uint64 {
 }
 
 // interval is the time until the next scan if no event comes before.
-func (k *Keeper) interval() time.Duration {
-	if k.Ready() != nil {
+func (k *Keeper) interval(watched bool) time.Duration {
+	if !watched || k.Ready() != nil {
 		return retryInterval
 	}
 	return rescanInterval
@@ -91,23 +94,48 @@ func (k *Keeper) record(written []string, err error) (isNew bool) {
 	return err != nil && (previous == nil || previous.Error() != err.Error())
 }
 
-// Run installs the plugin, and again whenever another program has undone that, until ctx ends. It uninstalls nothing at
-// its end: a daemon is stopped to be restarted or upgraded, and pods that start meanwhile must be captured too. The
-// caller of Uninstall knows when sluice is removed for good.
-func (k *Keeper) Run(ctx context.Context) error {
-	w, err := fsnotify.NewWatcher()
-	if err != nil {
-		return fmt.Errorf("watching the CNI directories: %w", err)
-	}
-	defer w.Close() //nolint:errcheck // nothing was written
+// Begin forgets an earlier uninstallation. The caller calls it before Run.
+func (k *Keeper) Begin() error {
 	if err := ignoreMissing(os.Remove(attach.UninstalledMark(k.StateDir))); err != nil {
 		return fmt.Errorf("installing after an uninstall: %w", err)
 	}
-	var b backoff
-	for {
-		for _, dir := range []string{k.ConfDir, k.BinDir} {
-			_ = w.Add(dir) // at every turn: the directory may have been created or replaced since
+	return nil
+}
+
+// watch watches the CNI directories, as far as it can: a node has few inotify instances for all programs of a user
+// (fs.inotify.max_user_instances). It returns the channels of inotify, which may be nil, and whether every directory
+// that exists is watched. Run calls it at every turn, since a directory may have been created or replaced.
+func (k *Keeper) watch() (events <-chan fsnotify.Event, errs <-chan error, watched bool) {
+	if k.inotify == nil {
+		w, err := fsnotify.NewWatcher()
+		if err != nil {
+			return nil, nil, false
 		}
+		k.inotify = w
+	}
+	watched = true
+	for _, dir := range []string{k.ConfDir, k.BinDir} {
+		watched = ignoreMissing(k.inotify.Add(dir)) == nil && watched
+	}
+	return k.inotify.Events, k.inotify.Errors, watched
+}
+
+// Run installs the plugin, and again whenever another program has undone that, until ctx ends. It always returns nil.
+// It uninstalls nothing at its end: a daemon is stopped to be restarted or upgraded, and pods that start meanwhile must
+// be captured too. The caller of Uninstall knows when sluice is removed for good.
+func (k *Keeper) Run(ctx context.Context) error {
+	defer func() {
+		if k.inotify != nil {
+			_ = k.inotify.Close() // nothing was written
+		}
+	}()
+	var b backoff
+	for said := false; ; {
+		events, errs, watched := k.watch()
+		if !watched && !said {
+			k.Log.Warn("the CNI directories are not watched; looking at them every second")
+		}
+		said = !watched
 		if wait := b.wait(time.Now()); wait > 0 && pause.For(ctx, wait) != nil {
 			return nil
 		}
@@ -115,10 +143,10 @@ func (k *Keeper) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case err := <-w.Errors:
+		case err := <-errs:
 			k.Log.Warn("watching the CNI directories failed", "err", err) // the next scan finds the changes
-		case <-w.Events:
-		case <-time.After(k.interval()):
+		case <-events:
+		case <-time.After(k.interval(watched)):
 		}
 	}
 }

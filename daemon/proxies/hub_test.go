@@ -77,7 +77,10 @@ func newTestHubAt(t *testing.T, listener func(net.Listener) net.Listener) *testH
 	path := filepath.Join(t.TempDir(), "proxy.sock")
 	labels := func(attach.Pod) map[string]string { return map[string]string{"app": "web", "secret": "x"} }
 	h := &testHub{Hub: New(path, "node-1", labels, slog.New(slog.DiscardHandler))}
-	l, err := unixsock.Listen("unixpacket", path, slog.New(slog.DiscardHandler))
+	l, err := unixsock.Bind("unixpacket", path, slog.New(slog.DiscardHandler))
+	if err == nil {
+		err = l.Publish()
+	}
 	if err != nil {
 		t.Fatal(err)
 	}

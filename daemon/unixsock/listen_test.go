@@ -27,32 +27,32 @@ func TestGroupMayUseTheSocket(t *testing.T) {
 	}
 	cases := []struct {
 		name    string
-		listen  func(network, path string, log *slog.Logger) (*Listener, error)
+		bind    func(network, path string, log *slog.Logger) (*Listener, error)
 		before  func(dir string)
 		after   func(socket string)
 		gid     int
 		mode    os.FileMode
 		welcome bool
 	}{
-		{name: "directory of root", listen: ListenForGroup, gid: group, mode: 0o600},
+		{name: "directory of root", bind: BindForGroup, gid: group, mode: 0o600},
 		{
-			name: "directory of the group", listen: ListenForGroup, gid: group, mode: 0o660, welcome: true,
+			name: "directory of the group", bind: BindForGroup, gid: group, mode: 0o660, welcome: true,
 			before: func(dir string) { chgrp(dir, 0o750|os.ModeSetgid) },
 		},
 		{
-			name: "another group", listen: ListenForGroup, gid: group + 1, mode: 0o660,
+			name: "another group", bind: BindForGroup, gid: group + 1, mode: 0o660,
 			before: func(dir string) { chgrp(dir, 0o755|os.ModeSetgid) },
 		},
 		{
-			name: "socket given to the group", listen: ListenForGroup, gid: group, mode: 0o660, welcome: true,
+			name: "socket given to the group", bind: BindForGroup, gid: group, mode: 0o660, welcome: true,
 			after: func(socket string) { chgrp(socket, 0o660) },
 		},
 		{
-			name: "group root", listen: ListenForGroup, gid: 0, mode: 0o666,
+			name: "group root", bind: BindForGroup, gid: 0, mode: 0o666,
 			after: func(socket string) { testbed.Run(t, "chmod", "666", socket) },
 		},
 		{
-			name: "socket for root alone", listen: Listen, gid: group, mode: 0o660,
+			name: "socket for root alone", bind: Bind, gid: group, mode: 0o660,
 			before: func(dir string) { chgrp(dir, 0o755|os.ModeSetgid) },
 			after:  func(socket string) { chgrp(socket, 0o660) },
 		},
@@ -65,7 +65,10 @@ func TestGroupMayUseTheSocket(t *testing.T) {
 				tc.before(dir)
 			}
 			path := filepath.Join(dir, "test.sock")
-			l, err := tc.listen("unixpacket", path, slog.New(slog.DiscardHandler))
+			l, err := tc.bind("unixpacket", path, slog.New(slog.DiscardHandler))
+			if err == nil {
+				err = l.Publish()
+			}
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -4,6 +4,7 @@
 package unixsock
 
 import (
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -15,12 +16,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Listener is a unix socket that listens at a path. It closes connections of peers that are neither root nor the
-// daemon's own user nor, of a socket from ListenForGroup, of its group (SO_PEERCRED). The socket's mode already
-// excludes them, but a socket can be mounted into a container where it should not be. Close does not remove the path.
+// Listener is a unix socket that listens. No path leads to it before Publish. It closes connections of peers that are
+// neither root nor the daemon's own user nor, of a socket from BindForGroup, of its group (SO_PEERCRED). The socket's
+// mode already excludes them, but a socket can be mounted into a container where it should not be.
 type Listener struct {
 	net.Listener
 	path     string
+	unnamed  string // the path until Publish; empty afterwards
 	file     os.FileInfo
 	forGroup bool
 	log      *slog.Logger
@@ -31,52 +33,106 @@ func (l *Listener) Addr() net.Addr {
 	return &net.UnixAddr{Name: l.path, Net: l.Listener.Addr().Network()}
 }
 
-// Replaced tells whether another socket has been put at the path since Listen.
+// Replaced tells whether another socket has been put at the path since Publish.
 func (l *Listener) Replaced() bool {
-	now, err := os.Stat(l.path)
+	now, err := os.Lstat(l.path)
 	return err == nil && !os.SameFile(now, l.file)
 }
 
-// Listen binds a socket at path with mode 0600. It makes missing directories, and replaces a socket that another daemon
-// left behind or has handed over. network is "unix", or "unixpacket" for a socket that preserves message boundaries.
-func Listen(network, path string, log *slog.Logger) (*Listener, error) {
-	return listen(network, path, false, log)
+// Bind makes a socket that listens, with mode 0600, for Publish to put at path. It makes missing directories. network
+// is "unix", or "unixpacket" for a socket that preserves message boundaries.
+func Bind(network, path string, log *slog.Logger) (*Listener, error) {
+	return bind(network, path, false, log)
 }
 
-// ListenForGroup is Listen for a socket that its group may use too, unless that is root's. If the directory has the
-// setgid bit, the socket gets the directory's group and mode 0660. Else root can change its group and mode.
-func ListenForGroup(network, path string, log *slog.Logger) (*Listener, error) {
-	return listen(network, path, true, log)
+// BindForGroup is Bind for a socket that its group may use too, unless that is root's. If the directory has the setgid
+// bit, the socket gets the directory's group and mode 0660. Else root can change its group and mode.
+func BindForGroup(network, path string, log *slog.Logger) (*Listener, error) {
+	return bind(network, path, true, log)
 }
 
-func listen(network, path string, forGroup bool, log *slog.Logger) (*Listener, error) {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+func bind(network, path string, forGroup bool, log *slog.Logger) (*Listener, error) {
+	dir := filepath.Dir(path)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, err
 	}
-	fresh := path + ".new" // renamed to path, so that there is a socket at path at every moment
-	if err := os.Remove(fresh); err != nil && !errors.Is(err, os.ErrNotExist) {
+	if err := clearPlace(path); err != nil {
 		return nil, err
 	}
-	l, err := net.ListenUnix(network, &net.UnixAddr{Name: fresh, Net: network})
+	// A container may write in the directory of the proxy socket: it must not know the name beforehand.
+	unnamed := filepath.Join(dir, "."+rand.Text()[:10])
+	l, err := net.ListenUnix(network, &net.UnixAddr{Name: unnamed, Net: network})
 	if err != nil {
 		return nil, err
 	}
 	l.SetUnlinkOnClose(false) // the path may be the next daemon's socket by then
 	mode := os.FileMode(0o600)
-	if dir, err := os.Stat(filepath.Dir(path)); err == nil && forGroup && dir.Mode()&os.ModeSetgid != 0 {
+	if info, err := os.Stat(dir); err == nil && forGroup && info.Mode()&os.ModeSetgid != 0 {
 		mode = 0o660 // the kernel has given the socket the group of the directory
 	}
-	if err := os.Chmod(fresh, mode); err != nil {
-		return nil, errors.Join(err, l.Close())
-	}
-	file, err := os.Stat(fresh)
-	if err == nil {
-		err = os.Rename(fresh, path)
-	}
+	file, err := setMode(unnamed, mode)
 	if err != nil {
-		return nil, errors.Join(err, l.Close())
+		return nil, errors.Join(err, l.Close(), ignoreMissing(os.Remove(unnamed)))
 	}
-	return &Listener{l, path, file, forGroup, log}, nil
+	return &Listener{l, path, unnamed, file, forGroup, log}, nil
+}
+
+// setMode sets the mode of the socket at path, and describes it. It follows no link.
+func setMode(path string, mode os.FileMode) (os.FileInfo, error) {
+	fd, err := unix.Open(path, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, &os.PathError{Op: "open", Path: path, Err: err}
+	}
+	f := os.NewFile(uintptr(fd), path)
+	defer f.Close() //nolint:errcheck // nothing was written
+	info, err := f.Stat()
+	switch {
+	case err != nil:
+		return nil, err
+	case info.Mode()&os.ModeSocket == 0:
+		return nil, fmt.Errorf("%s: not a socket any more", path)
+	}
+	// fchmod(2) does not take a descriptor of O_PATH. Its link in /proc leads to the file that is open.
+	return info, os.Chmod(fmt.Sprintf("/proc/self/fd/%d", fd), mode)
+}
+
+// clearPlace removes an empty directory at path. The runtime makes one there if a container mounts the socket before it
+// exists.
+func clearPlace(path string) error {
+	info, err := os.Lstat(path)
+	if err != nil || !info.IsDir() {
+		return ignoreMissing(err)
+	}
+	return os.Remove(path)
+}
+
+func ignoreMissing(err error) error {
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// Publish puts the socket at its path, in place of a socket that another daemon left behind or has handed over. There
+// is a socket at the path at every moment.
+func (l *Listener) Publish() error {
+	err := clearPlace(l.path)
+	if err == nil {
+		err = os.Rename(l.unnamed, l.path)
+	}
+	if err == nil {
+		l.unnamed = ""
+	}
+	return err
+}
+
+// Close stops listening. It does not remove the path.
+func (l *Listener) Close() error {
+	err := l.Listener.Close()
+	if l.unnamed != "" {
+		err = errors.Join(err, ignoreMissing(os.Remove(l.unnamed)))
+	}
+	return err
 }
 
 // Accept implements net.Listener.
@@ -100,7 +156,7 @@ func (l *Listener) mayUse(c *unix.Ucred) bool {
 	if c.Uid == 0 || int(c.Uid) == os.Geteuid() {
 		return true
 	}
-	now, err := os.Stat(l.path)
+	now, err := os.Lstat(l.path)
 	if !l.forGroup || err != nil || !os.SameFile(now, l.file) {
 		return false
 	}

@@ -2,10 +2,17 @@
 package handover
 
 import (
+	"fmt"
 	"os"
 	"testing"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-func TestMain(m *testing.M) { os.Exit(testbed.Main(m)) }
+func TestMain(m *testing.M) {
+	if program := os.Getenv(withoutInotify); program != "" {
+		fmt.Fprintln(os.Stderr, becomeWithoutInotify(program))
+		os.Exit(1)
+	}
+	os.Exit(testbed.Main(m))
+}

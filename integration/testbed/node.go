@@ -44,6 +44,8 @@ type Node struct {
 	CNIVersion string
 	// LogLevel is the daemon's.
 	LogLevel string
+	// ProbeSocket, unless empty, is the probe socket of the next daemon that is started.
+	ProbeSocket string
 	// Resolvers, unless nil, are the name servers in the resolv.conf that the daemon sees. Set them before it starts.
 	Resolvers []string
 	// MitmproxyVersion, unless empty, is the version in bin/mitmproxy that the node runs.

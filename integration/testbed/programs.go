@@ -141,6 +141,9 @@ func (n *Node) StartDaemon() *Daemon {
 	}
 	d := &Daemon{client: attach.NewClient(n.AgentSocket())}
 	args := []string{"run", "--config", file, "--log-level", n.LogLevel}
+	if n.ProbeSocket != "" {
+		args = append(args, "--probe-socket", n.ProbeSocket)
+	}
 	if n.ConfDir != "" {
 		args = append(args, "--install", "--cni-conf-dir", n.ConfDir, "--cni-bin-dir", n.binDir())
 	}

@@ -22,6 +22,7 @@ const (
 	PathAttachments = "/v1/attachments" // POST attach, GET list, DELETE …/{containerID}/{ifName} detach
 	PathStatus      = "/v1/status"      // GET
 	PathSummary     = "/v1/summary"     // GET, the status without the attachments
+	PathAlive       = "/v1/alive"       // GET, an error if the daemon hangs
 
 	// MaxRequest bounds a request's body, in bytes.
 	MaxRequest = 64 << 10
@@ -98,6 +99,11 @@ func (c *Client) Summary(ctx context.Context) (Status, error) {
 	var s Status
 	err := c.call(ctx, http.MethodGet, PathSummary, nil, &s)
 	return s, err
+}
+
+// Alive returns an error if the daemon hangs, or does not answer.
+func (c *Client) Alive(ctx context.Context) error {
+	return c.call(ctx, http.MethodGet, PathAlive, nil, nil)
 }
 
 func (c *Client) call(ctx context.Context, method, path string, in, out any) error {
