@@ -66,17 +66,30 @@ func isReadable(conn *net.TCPConn) bool {
 	return cerr != nil || !errors.Is(err, unix.EAGAIN)
 }
 
-// offer keeps conn as the idle connection until a request takes it, it ends, or ctx does. It reports whether a request
-// took it.
+// locateInterval is the time between looks whether the upstream is still at the other end of the idle connection.
+const locateInterval = time.Second
+
+// offer keeps conn as the idle connection until a request takes it, it ends, ctx does, or the upstream is not at its
+// other end any more: a proxy's pod that is not ready keeps its connections. It reports whether a request took it.
 func (u *Upstream) offer(ctx context.Context, conn *net.TCPConn) (used bool) {
 	c := newIdleConn(conn)
 	go c.watch() // ends with the connection, or with its first answer
 	u.swapIdle(c)
-	select {
-	case <-c.used:
-		return true
-	case <-c.ended:
-	case <-ctx.Done():
+	address, _ := u.locate() // the next look finds an error
+	look := time.NewTicker(locateInterval)
+	defer look.Stop()
+	for there := true; there; {
+		select {
+		case <-c.used:
+			return true
+		case <-c.ended:
+			there = false
+		case <-look.C:
+			now, err := u.locate()
+			there = err == nil && now == address
+		case <-ctx.Done():
+			there = false
+		}
 	}
 	if u.swapIdle(nil) == nil {
 		return true // taken at the last moment
