@@ -52,6 +52,7 @@ type Agent struct {
 	restored     atomic.Uint64
 	uncaptured   uncaptured
 	enrolled     atomic.Uint64
+	search       netnsSearch
 	pulse        pulse
 	started      atomic.Bool // Start has succeeded
 	log          *slog.Logger
@@ -82,7 +83,7 @@ type Config struct {
 
 // New makes an agent.
 func New(c Config) *Agent {
-	events := &events{orchestrator: c.Orchestrator, last: map[string]string{}}
+	events := &events{orchestrator: c.Orchestrator, last: map[string]told{}}
 	return &Agent{
 		orchestrator: c.Orchestrator, events: events,
 		settler:  settler{c.Orchestrator, events, c.Store, c.Log, &atomic.Bool{}},

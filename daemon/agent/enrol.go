@@ -5,8 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -16,9 +14,6 @@ import (
 	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
-
-// netnsDir is where runtimes mount the network namespaces of pods.
-const netnsDir = "/run/netns"
 
 // uncaptured are the running pods that opted in and are not captured, as of the last enrol.
 type uncaptured struct {
@@ -65,6 +60,8 @@ const (
 	whyHostNetwork = "the pod uses the host's network, so its connections are the node's"
 	whyNoNetns     = "the pod started without the plugin, and no network namespace in " + netnsDir +
 		" has its addresses"
+	whyAmbiguous = "the pod started without the plugin, and its addresses do not tell its network namespace: two " +
+		"have one of them, or one has those of two pods. A pod may have taken the address of another; restart the pod"
 )
 
 // enrol captures the running pods that opted in and were never attached: they ran before sluice was installed, or
@@ -75,8 +72,8 @@ func (a *Agent) enrol(ctx context.Context) {
 	}
 	var missing []optin.Running
 	reasons := map[attach.Pod]string{}
-	attached := a.table.Pods()
-	for _, p := range a.orchestrator.Running() {
+	attached, running := a.table.Pods(), a.orchestrator.Running()
+	for _, p := range running {
 		state, isAttached := attached[attach.Pod{Namespace: p.Pod.Namespace, Name: p.Pod.Name}]
 		switch {
 		case !optin.Wanted(p.Facts):
@@ -98,10 +95,11 @@ func (a *Agent) enrol(ctx context.Context) {
 			}
 		}
 	}
-	a.enrolAll(ctx, missing, reasons)
+	a.enrolAll(ctx, missing, running, reasons)
 	for _, pod := range a.uncaptured.set(reasons, time.Now()) {
-		if reasons[pod] == whyNoNetns { // a pod that ends has no netns for a moment
-			a.events.report(pod, true, reasonNotCaptured, whyNoNetns)
+		// A pod that ends has no netns for a moment, and a new one may have its address.
+		if why := reasons[pod]; why == whyNoNetns || why == whyAmbiguous {
+			a.events.report(pod, true, reasonNotCaptured, why)
 		}
 	}
 }
@@ -131,14 +129,17 @@ func (a *Agent) passedBy(p optin.Running, id attach.NetnsID) (why string) {
 		"wall stops all others", p.RuntimeClass, sign)
 }
 
-// enrolAll enrols the missing pods, and leaves in reasons those that are not captured then.
-func (a *Agent) enrolAll(ctx context.Context, missing []optin.Running, reasons map[attach.Pod]string) {
+// enrolAll enrols the missing pods among the running ones, and leaves in reasons those that are not captured then.
+func (a *Agent) enrolAll(ctx context.Context, missing, running []optin.Running, reasons map[attach.Pod]string) {
 	if len(missing) == 0 {
 		return
 	}
-	found, err := findNetns(missing)
+	found, ambiguous, err := a.search.find(missing, running, a.table.Attached(), time.Now())
 	if err != nil {
 		a.log.Error("the netns of running pods cannot be searched", "err", err)
+	}
+	for _, pod := range ambiguous {
+		reasons[pod] = whyAmbiguous
 	}
 	for _, at := range found {
 		err := a.enrolOne(ctx, at)
@@ -177,36 +178,4 @@ func (a *Agent) enrolOne(ctx context.Context, at attach.Attachment) error {
 	}
 	a.enrolled.Add(1)
 	return nil
-}
-
-// findNetns finds the netns of pods by their addresses.
-func findNetns(pods []optin.Running) ([]attach.Attachment, error) {
-	entries, err := os.ReadDir(netnsDir)
-	if err != nil {
-		return nil, fmt.Errorf("looking for the netns of running pods: %w", err)
-	}
-	var found []attach.Attachment
-	var errs []error
-	for _, entry := range entries {
-		path := filepath.Join(netnsDir, entry.Name())
-		addresses, err := netns.Addresses(path)
-		if err != nil {
-			errs = append(errs, err)
-			continue
-		}
-		for _, p := range pods {
-			i := slices.IndexFunc(addresses, func(a netns.Address) bool {
-				return !a.Loopback && slices.Contains(p.IPs, a.Addr)
-			})
-			if i < 0 {
-				continue
-			}
-			found = append(found, attach.Attachment{
-				// No runtime knows this ID, so no DEL names it. The attachment goes with the netns.
-				ID:    attach.ID{ContainerID: p.Pod.UID, IfName: addresses[i].Interface},
-				Netns: path, Pod: p.Pod, IPs: p.IPs,
-			})
-		}
-	}
-	return found, errors.Join(errs...)
 }

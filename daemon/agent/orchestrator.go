@@ -3,7 +3,9 @@ package agent
 import (
 	"context"
 	"fmt"
+	"maps"
 	"sync"
+	"time"
 
 	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -36,20 +38,35 @@ const (
 	reasonNotVerified  = "SluiceRulesNotVerified"
 )
 
+// toldFor is how long an event that is not repeated is remembered. Pods that were never attached do not say when they
+// go.
+const toldFor = time.Hour
+
 // events reports to the orchestrator, and leaves out repetitions.
 type events struct {
 	orchestrator Orchestrator
 
-	mu   sync.Mutex // guards last; no lock is taken under it
-	last map[string]string
+	mu    sync.Mutex      // guards the fields below; no lock is taken under it
+	last  map[string]told // by pod
+	swept time.Time       // when old events were last forgotten
+}
+
+// told is the last event on a pod.
+type told struct {
+	text string
+	at   time.Time // when it was last to be reported
 }
 
 // report makes an event, unless the pod's last one was the same.
 func (e *events) report(pod attach.Pod, warning bool, reason, message string) {
-	text := reason + ": " + message
+	text, now := reason+": "+message, time.Now()
 	e.mu.Lock()
-	repeated := e.last[pod.String()] == text
-	e.last[pod.String()] = text
+	repeated := e.last[pod.String()].text == text
+	e.last[pod.String()] = told{text, now}
+	if now.Sub(e.swept) >= toldFor {
+		e.swept = now
+		maps.DeleteFunc(e.last, func(_ string, t told) bool { return now.Sub(t.at) >= toldFor })
+	}
 	e.mu.Unlock()
 	if !repeated {
 		e.orchestrator.Report(pod, warning, reason, message)

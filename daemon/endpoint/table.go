@@ -66,6 +66,17 @@ func (t *Table) Get(id attach.NetnsID) *Endpoint {
 	return t.endpoints[id]
 }
 
+// Attached returns the netns with an attachment, by device and inode, without their cookies.
+func (t *Table) Attached() map[attach.NetnsID]bool {
+	all := map[attach.NetnsID]bool{}
+	for _, e := range t.All() {
+		if !e.isEmpty() {
+			all[attach.NetnsID{Dev: e.ID.Dev, Ino: e.ID.Ino}] = true
+		}
+	}
+	return all
+}
+
 // Find returns the endpoint that has an attachment, or nil.
 func (t *Table) Find(id attach.ID) *Endpoint {
 	t.mu.Lock()
