@@ -94,11 +94,11 @@ func TestProxyHeaderWaitsForTheProxy(t *testing.T) {
 		pod := n.AddPod("patient")
 		for range 2 {
 			testbed.Eventually(t, "the upstream is late", func() bool { return !d.Status().Upstream.Ready })
-			outcome := testbed.Echoes(t, 10, 200, pod.Host)
-			testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == 10 })
+			outcome := testbed.Echoes(t, 100, 200, pod.Host)
+			testbed.Eventually(t, "all of them wait", func() bool { return d.Waiting(pod) == 100 })
 			testbed.WantPending(t, outcome)
 			running := p.start(t, n)
-			testbed.WantServed(t, outcome, 10)
+			testbed.WantServed(t, outcome, 100)
 			running.Kill()
 		}
 	})
