@@ -101,6 +101,9 @@ func TestPodWithAStackOfItsOwn(t *testing.T) {
 		if got := o.events[len(o.events)-1]; got != event {
 			t.Errorf("%s: the last event is %q, want %q", name, got, event)
 		}
+		if tc.around > 0 { // the server accepts after the handshake
+			testbed.Eventually(t, name+": the server accepts", func() bool { return p.served.Load() > 0 })
+		}
 		if got := p.served.Load(); got != tc.around {
 			t.Errorf("%s: %d connections went around the proxy, want %d", name, got, tc.around)
 		}
