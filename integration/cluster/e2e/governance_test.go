@@ -51,7 +51,7 @@ var governedNamespaces = map[string]struct {
 
 // TestGovernance is the story of an operator who decides which pods are captured, whatever their users want.
 func TestGovernance(t *testing.T) {
-	step(t, "sluice runs with the policy, and the namespaces exist", governedNode)
+	step(t, "sluice runs with the policy and its namespaces", governedNode)
 	step(t, "the policy knows each kind of pod", policyAgrees)
 	step(t, "a pod cannot opt out of a namespace that is enforced", enforcedPods)
 	step(t, "a pod may not ask for more than is allowed", refusedPods)
@@ -70,7 +70,7 @@ func governedNode(ctx context.Context, t *testing.T, c *envconf.Config) {
 	for name, ns := range governedNamespaces {
 		must(t, client(c).Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: ns.labels}}))
 	}
-	values := filepath.Join(t.TempDir(), "values.yaml")
+	values := filepath.Join(t.TempDir(), "values.yaml") // a comma in a name of the test would be one of helm's list
 	must(t, os.WriteFile(values, []byte("config:"+strings.ReplaceAll(governed, "\n", "\n  ")), 0o600))
 	must(t, applyFile(ctx, c, "mitmproxy/mitmproxy.yaml"))
 	must(t, apply(ctx, c, renderChart(ctx, t, "--values", values, "--set", "optInPolicy=v1beta1")))
