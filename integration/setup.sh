@@ -26,9 +26,17 @@ tcpdump               tcpdump
 dockerd               docker.io
 runc                  runc
 /usr/share/doc/busybox-static busybox-static
+squid                 squid
+tinyproxy             tinyproxy-bin
+haproxy               haproxy
+danted                dante-server
+microsocks            microsocks
+nginx                 nginx-light
+/usr/lib/nginx/modules/ngx_stream_module.so libnginx-mod-stream
 "
 bench="
 redsocks              redsocks
+haproxy               haproxy
 iperf3                iperf3
 runc                  runc
 "
@@ -149,11 +157,13 @@ fi
 if ((${#extra[@]} > 0)) && ! apt install --no-install-recommends "${extra[@]}"; then
     echo "could not install ${extra[*]}, which is optional; continuing without it"
 fi
-for package in redsocks etcd-server docker.io; do
+for package in redsocks etcd-server docker.io squid haproxy dante-server nginx-light; do
     if [[ " ${packages[*]} " == *" $package "* ]]; then
         # The tests start their own instance. The system service must not run, now or after the next boot.
-        service=${package%-server}
-        service=${service%.io}
+        case $package in
+        dante-server) service=danted ;;
+        *) service=${package%%[-.]*} ;;
+        esac
         service "$service" stop >/dev/null 2>&1 || true
         update-rc.d "$service" disable >/dev/null 2>&1 || true
     fi

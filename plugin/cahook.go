@@ -7,12 +7,12 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
 	"time"
 
+	"github.com/sluice-cni/sluice/plugin/files"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -27,7 +27,7 @@ const (
 	maxHookInput = 4 << 20
 )
 
-const caHookUsage = `usage: sluice ca-hook --ca FILE [--report FILE] [--bundle FILE]
+const caHookUsage = `usage: sluice ca-hook --ca FILE [--report FILE] [--bundle FILE] [--named PATH]…
 
 An OCI createContainer hook: adds the CA certificates in FILE to the trust stores in the container's root. It reads the
 container's state from standard input, and its exit code is always 0: a container starts without the CA rather than not.
@@ -85,28 +85,47 @@ type caHookArgs struct {
 	ca     string // on the host
 	report string // on the host
 	bundle string // in the container
+	named  []string
 }
 
 func parseCAHook(args []string) (caHookArgs, error) {
 	var hook caHookArgs
-	flags := flag.NewFlagSet("ca-hook", flag.ContinueOnError)
-	flags.StringVar(&hook.ca, "ca", "", "`FILE` on the host with the CA certificates in PEM")
-	flags.StringVar(&hook.report, "report", "", "`FILE` on the host to write the report to, as JSON")
-	flags.StringVar(&hook.bundle, "bundle", "", bundleUsage)
-	flags.Usage = func() {
-		fmt.Fprint(flags.Output(), caHookUsage)
-		flags.PrintDefaults()
-	}
-	if err := flags.Parse(args); err != nil {
-		return hook, fmt.Errorf("reading the arguments: %w", err)
-	}
-	if flags.NArg() > 0 {
-		return hook, fmt.Errorf("reading the arguments: unexpected argument %q", flags.Arg(0))
+	if err := parseFlags(hook.flags("ca-hook", caHookUsage), args); err != nil {
+		return hook, err
 	}
 	if hook.ca == "" {
 		return hook, errors.New("reading the arguments: --ca is missing")
 	}
 	return hook, nil
+}
+
+// flags returns the flags that set h.
+func (h *caHookArgs) flags(command, usage string) *flag.FlagSet {
+	flags := flag.NewFlagSet(command, flag.ContinueOnError)
+	flags.StringVar(&h.ca, "ca", "", "`FILE` on the host with the CA certificates in PEM")
+	flags.StringVar(&h.report, "report", "", "`FILE` on the host to write the report to, as JSON")
+	flags.StringVar(&h.bundle, "bundle", "", bundleUsage)
+	flags.Func("named", "`PATH` in the container of a bundle or a directory that one of its variables names; may be "+
+		"repeated", func(path string) error {
+		h.named = append(h.named, path)
+		return nil
+	})
+	flags.Usage = func() {
+		fmt.Fprint(flags.Output(), usage)
+		flags.PrintDefaults()
+	}
+	return flags
+}
+
+// parseFlags reads arguments that are flags alone.
+func parseFlags(flags *flag.FlagSet, args []string) error {
+	if err := flags.Parse(args); err != nil {
+		return fmt.Errorf("reading the arguments: %w", err)
+	}
+	if flags.NArg() > 0 {
+		return fmt.Errorf("reading the arguments: unexpected argument %q", flags.Arg(0))
+	}
+	return nil
 }
 
 // run adds the CA. All errors are in the report.
@@ -115,11 +134,11 @@ func (h caHookArgs) run(ctx context.Context, state io.Reader) truststore.Report 
 	if err != nil {
 		return truststore.Report{State: truststore.Unknown, Error: err.Error()}
 	}
-	ca, err := readBounded(h.ca)
+	ca, err := files.ReadBounded(h.ca, maxHookInput)
 	if err != nil {
 		return truststore.Report{State: truststore.Unknown, Error: fmt.Errorf("reading the CA: %w", err).Error()}
 	}
-	return truststore.Add(ctx, root, ca, truststore.Options{Fallback: h.bundle})
+	return truststore.Add(ctx, root, ca, truststore.Options{Fallback: h.bundle, Named: h.named})
 }
 
 // containerRoot reads the state of the container from the runtime and returns the path of its root (runtime-spec,
@@ -134,7 +153,7 @@ func containerRoot(ctx context.Context, input io.Reader) (string, error) {
 	if !filepath.IsAbs(state.Bundle) {
 		return "", fmt.Errorf("reading the state of the container: the bundle %q is not an absolute path", state.Bundle)
 	}
-	data, err := readBounded(filepath.Join(state.Bundle, "config.json"))
+	data, err := files.ReadBounded(filepath.Join(state.Bundle, "config.json"), maxHookInput)
 	if err != nil {
 		return "", fmt.Errorf("reading the configuration of the container: %w", err)
 	}
@@ -167,19 +186,6 @@ func decodeInTime(ctx context.Context, input io.Reader, value any) error {
 	}
 }
 
-func readBounded(path string) ([]byte, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = f.Close() }() // only read
-	data, err := io.ReadAll(io.LimitReader(f, maxHookInput+1))
-	if err == nil && len(data) > maxHookInput {
-		err = fmt.Errorf("%s has more than %d bytes", path, maxHookInput)
-	}
-	return data, err
-}
-
 // writeReport replaces the report by rename, so that no reader sees a part of it.
 func writeReport(path string, report truststore.Report) error {
 	if path == "" {
@@ -189,17 +195,8 @@ func writeReport(path string, report truststore.Report) error {
 	if err != nil {
 		return fmt.Errorf("encoding the report: %w", err)
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), ".ca-*")
-	if err != nil {
+	if err := files.Replace(path, data, 0o600, filepath.Join(filepath.Dir(path), ".ca-*")); err != nil {
 		return fmt.Errorf("writing the report: %w", err)
-	}
-	_, err = f.Write(data)
-	err = errors.Join(err, f.Close())
-	if err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		return errors.Join(fmt.Errorf("writing the report: %w", err), os.Remove(f.Name()))
 	}
 	return nil
 }

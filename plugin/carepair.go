@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -9,12 +10,14 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/plugin/files"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -22,7 +25,7 @@ import (
 const caRepairTimeout = 5 * time.Second
 
 const caRepairUsage = `usage: sluice ca-repair --pid PID --container ID --ca FILE --report FILE [--bundle FILE]
-                        [--proc FOLDER]
+                        [--named PATH]… [--proc FOLDER] [--late]
 
 Adds the CA certificates in FILE to the trust stores of a container that runs. sluiced calls it for containers that were
 created without the hook.
@@ -52,7 +55,7 @@ func caRepair(args []string) int {
 		return 1
 	}
 	report := repair.run(ctx)
-	report.Late = repair.late
+	report.Late = repair.isLate(report)
 	logReport("ca-repair", report)
 	if err := writeReport(repair.report, report); err != nil {
 		logf("ca-repair: %s", err)
@@ -63,24 +66,14 @@ func caRepair(args []string) int {
 
 func parseCARepair(args []string) (caRepairArgs, error) {
 	var repair caRepairArgs
-	flags := flag.NewFlagSet("ca-repair", flag.ContinueOnError)
+	flags := repair.flags("ca-repair", caRepairUsage)
 	flags.StringVar(&repair.proc, "proc", "/proc", "`FOLDER` of the host's processes")
 	flags.IntVar(&repair.pid, "pid", 0, "`PID` of the container's first process")
 	flags.StringVar(&repair.container, "container", "", "`ID` of the container")
 	flags.BoolVar(&repair.late, "late", false,
 		"note in the report that programs may have read their trust stores before")
-	flags.StringVar(&repair.ca, "ca", "", "`FILE` with the CA certificates in PEM")
-	flags.StringVar(&repair.report, "report", "", "`FILE` to write the report to, as JSON")
-	flags.StringVar(&repair.bundle, "bundle", "", bundleUsage)
-	flags.Usage = func() {
-		fmt.Fprint(flags.Output(), caRepairUsage)
-		flags.PrintDefaults()
-	}
-	if err := flags.Parse(args); err != nil {
-		return repair, fmt.Errorf("reading the arguments: %w", err)
-	}
-	if flags.NArg() > 0 {
-		return repair, fmt.Errorf("reading the arguments: unexpected argument %q", flags.Arg(0))
+	if err := parseFlags(flags, args); err != nil {
+		return repair, err
 	}
 	if repair.pid <= 0 || repair.container == "" || repair.ca == "" || repair.report == "" {
 		return repair, errors.New("reading the arguments: one of --pid, --container, --ca and --report is missing")
@@ -88,12 +81,28 @@ func parseCARepair(args []string) (caRepairArgs, error) {
 	return repair, nil
 }
 
+// isLate reports whether programs may have read stores before they had the CA: now, or at an earlier repair.
+func (r caRepairArgs) isLate(now truststore.Report) bool {
+	if !r.late {
+		return false
+	}
+	var before truststore.Report
+	if data, err := files.ReadBounded(r.report, maxHookInput); err == nil && json.Unmarshal(data, &before) == nil &&
+		before.Late {
+		return true
+	}
+	return slices.ContainsFunc(now.Stores, func(s truststore.Store) bool {
+		read := s.Kind != truststore.Anchor && s.Kind != truststore.Fallback
+		return read && s.Action != truststore.Present && s.Action != truststore.Failed
+	})
+}
+
 // run adds the CA. An error is in the report.
 func (r caRepairArgs) run(ctx context.Context) truststore.Report {
 	failed := func(err error) truststore.Report {
 		return truststore.Report{State: truststore.Unknown, Error: err.Error()}
 	}
-	ca, err := readBounded(r.ca)
+	ca, err := files.ReadBounded(r.ca, maxHookInput)
 	if err != nil {
 		return failed(fmt.Errorf("reading the CA: %w", err))
 	}
@@ -103,7 +112,7 @@ func (r caRepairArgs) run(ctx context.Context) truststore.Report {
 	}
 	defer func() { _, _ = p.root.Close(), p.namespace.Close() }() // only looked through
 	root := fmt.Sprintf("/proc/self/fd/%d", p.root.Fd())
-	return truststore.Add(ctx, root, ca, truststore.Options{Fallback: r.bundle, Enter: p.enter})
+	return truststore.Add(ctx, root, ca, truststore.Options{Fallback: r.bundle, Named: r.named, Enter: p.enter})
 }
 
 // process is the first process of a container.

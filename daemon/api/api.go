@@ -25,6 +25,9 @@ type API struct {
 	Upstream agent.Upstream
 	// Trust adds to the status of an attachment how far its containers trust the proxy's CA. It may be nil.
 	Trust func(*attach.AttachmentStatus)
+	// Runtime reports whether the container runtime asks the daemon about new containers, and whether it needs to: not
+	// as long as there is no CA. It may be nil.
+	Runtime func() (asks, needed bool)
 	// Ready says why the daemon is not ready to serve. It may be nil.
 	Ready func() error
 	Log   *slog.Logger

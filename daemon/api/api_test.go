@@ -312,13 +312,23 @@ func askAs(path string, uid int) (string, error) {
 	return strings.Replace(line, "HTTP/1.0", "HTTP/1.1", 1), err
 }
 
-func TestMetricsCountAttachmentsAndProxies(t *testing.T) {
+// TestMetrics: among others, the containers of a pod with two attachments count once.
+func TestMetrics(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "pod")
 	a := newAPI(t, capture)
 	a.Upstream = threeProxies{}
-	if _, err := a.Agent.Attach(t.Context(), attachment(h)); err != nil {
-		t.Fatal(err)
+	a.Trust = func(s *attach.AttachmentStatus) {
+		s.Containers = []attach.ContainerTrust{{Name: "app", Trust: "trusted"}, {Name: "helper", Trust: "unknown"}}
+	}
+	a.Runtime = func() (asks, needed bool) { return true, true }
+	first := attachment(h)
+	second := first
+	second.IfName = "net1"
+	for _, at := range []attach.Attachment{first, second} {
+		if _, err := a.Agent.Attach(t.Context(), at); err != nil {
+			t.Fatal(err)
+		}
 	}
 	r := prometheus.NewPedanticRegistry()
 	if err := r.Register(Metrics{API: a.API}); err != nil {
@@ -339,7 +349,7 @@ func TestMetricsCountAttachmentsAndProxies(t *testing.T) {
 		}
 	}
 	want := map[string]float64{
-		"sluice_upstream_ready": 1, "sluice_attachments state=captured": 1,
+		"sluice_upstream_ready": 1, "sluice_attachments state=captured": 2,
 		"sluice_expired_connections_total": 0, "sluice_direct_connections_total": 0, "sluice_rules_restored_total": 0,
 		"sluice_stopped_packets_total cause=nested": 0, "sluice_stopped_packets_total cause=packet": 0,
 		"sluice_stopped_packets_total cause=pod": 0, "sluice_stopped_packets_total cause=quic": 0,
@@ -347,6 +357,8 @@ func TestMetricsCountAttachmentsAndProxies(t *testing.T) {
 		"sluice_waiting_connections":               0, "sluice_open_connections": 0,
 		"sluice_pod_waiting_connections pod=ci/web-0": 0,
 		"sluice_proxies state=answers":                2, "sluice_proxies state=hangs": 1,
+		"sluice_containers trust=trusted": 1, "sluice_containers trust=unknown": 1,
+		"sluice_runtime_connected":    1,
 		"sluice_proxy_pods proxy=one": 5, "sluice_proxy_pods proxy=other": 1,
 	}
 	if diff := cmp.Diff(want, got); diff != "" {

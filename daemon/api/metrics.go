@@ -50,6 +50,9 @@ var (
 	containers = describe("sluice_containers",
 		"Running containers that are to trust the proxy's CA, by how far they do: trusted, files-only or unknown.",
 		"trust")
+	runtimeConnected = describe("sluice_runtime_connected",
+		"1 while the container runtime asks sluice about new containers (NRI), 0 while they start without the proxy's "+
+			"CA. Absent as long as there is no CA.")
 	proxies = describe("sluice_proxies",
 		"Connected proxies that take sockets, by whether they answer.", "state")
 	proxyPods = describe("sluice_proxy_pods",
@@ -60,7 +63,7 @@ var (
 func (Metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		upstreamReady, attachments, waitingConnections, openConnections, expiredConnections, directConnections,
-		stoppedPackets, restoredRules, podWaitingConnections, containers, proxies, proxyPods,
+		stoppedPackets, restoredRules, podWaitingConnections, containers, runtimeConnected, proxies, proxyPods,
 	} {
 		ch <- d
 	}
@@ -76,13 +79,18 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 			send(d, prometheus.GaugeValue, float64(v), label)
 		}
 	}
-	up := m.API.Upstream.Status()
-	ready := 0
-	if up.Ready {
-		ready = 1
+	flag := func(d *prometheus.Desc, v bool) {
+		values := map[bool]float64{true: 1}
+		send(d, prometheus.GaugeValue, values[v])
 	}
+	up := m.API.Upstream.Status()
 	sums := m.sum(up)
-	send(upstreamReady, prometheus.GaugeValue, float64(ready))
+	flag(upstreamReady, up.Ready)
+	if m.API.Runtime != nil {
+		if asks, needed := m.API.Runtime(); needed {
+			flag(runtimeConnected, asks)
+		}
+	}
 	gauges(attachments, sums.states)
 	gauges(podWaitingConnections, sums.waitingByPod)
 	gauges(containers, sums.containers)
@@ -112,14 +120,18 @@ func (m Metrics) sum(up attach.UpstreamStatus) sums {
 		states: map[string]int{}, waitingByPod: map[string]int{},
 		proxies: map[string]int{}, proxyPods: map[string]int{}, containers: map[string]int{},
 	}
+	counted := map[string]bool{} // netns of which the containers are counted: a pod may have several attachments
 	for _, snapshot := range m.API.Table.Snapshots() {
 		a := snapshot.Status()
 		if m.API.Trust != nil {
 			m.API.Trust(&a)
 		}
-		for _, c := range a.Containers {
-			s.containers[c.Trust]++
+		if !counted[a.Netns] {
+			for _, c := range a.Containers {
+				s.containers[c.Trust]++
+			}
 		}
+		counted[a.Netns] = true
 		s.states[string(a.State)]++
 		if a.State == attach.Captured {
 			s.waitingByPod[a.Pod] += a.Waiting

@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -269,6 +270,23 @@ func (n *Node) Terminating() bool {
 		ended := p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
 		return p.DeletionTimestamp != nil && !ended
 	})
+}
+
+// RunningContainers returns the IDs of the containers of a pod that run, of any kind, by the pod's status.
+func (n *Node) RunningContainers(podUID string) []string {
+	var ids []string
+	for _, p := range n.scheduled() {
+		if !hasUID(p, podUID) {
+			continue
+		}
+		s := p.Status
+		for _, c := range slices.Concat(s.InitContainerStatuses, s.ContainerStatuses, s.EphemeralContainerStatuses) {
+			if _, id, ok := strings.Cut(c.ContainerID, "://"); ok && c.State.Running != nil {
+				ids = append(ids, id)
+			}
+		}
+	}
+	return ids
 }
 
 // addresses are the IP addresses of a pod.

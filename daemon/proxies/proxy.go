@@ -9,13 +9,12 @@ import (
 	"os"
 	"reflect"
 	"slices"
-	"strings"
 	"sync"
 	"time"
-	"unicode"
 
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/netns"
+	"github.com/sluice-cni/sluice/daemon/printable"
 	"github.com/sluice-cni/sluice/daemon/unixsock"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -173,7 +172,7 @@ func (p *proxy) recordHeld(id string, h *held) {
 func (p *proxy) recordHello(hello message) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.name, p.greeted = printable(hello.Name), true
+	p.name, p.greeted = printable.Text(hello.Name, maxName), true
 	p.hub.log.Info("proxy connected", "proxy", p.name, "held", hello.Held)
 }
 
@@ -184,17 +183,6 @@ func (p *proxy) recordAddresses(addresses []netip.Addr) (news bool) {
 	defer p.mu.Unlock()
 	p.addresses = addresses
 	return slices.ContainsFunc(addresses, func(a netip.Addr) bool { return !slices.Contains(known, a) })
-}
-
-// printable removes the characters of a name that could control a terminal.
-func printable(name string) string {
-	name = strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return -1
-		}
-		return r
-	}, name)
-	return strings.ToValidUTF8(name[:min(len(name), maxName)], "")
 }
 
 // addressesOf returns the addresses of the netns that the proxy has sent along, unless it is the daemon's own, which is

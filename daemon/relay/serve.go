@@ -109,8 +109,10 @@ func (s *Server) establish(ctx context.Context, g *gate.Gate, l *gate.Listener, 
 func (s *Server) connect(ctx context.Context, c captured.Conn, slot *slot, wait *late.Wait) (
 	*net.TCPConn, []byte, error,
 ) {
+	var doubt upstream.Doubt
 	for retry := firstRetry; ; retry = min(2*retry, lastRetry) {
 		conn, first, err := s.ask(ctx, c, slot)
+		err = s.relay.upstream.Judge(&doubt, err)
 		switch {
 		case err == nil:
 			return conn, first, nil

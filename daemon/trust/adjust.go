@@ -37,7 +37,7 @@ const hookSeconds = 2
 func (t *Trust) adjustment(c *api.Container) *api.ContainerAdjustment {
 	adjust := &api.ContainerAdjustment{}
 	if t.hookFile.isUsable() && !hasHook(c) {
-		adjust.AddHooks(&api.Hooks{CreateContainer: []*api.Hook{t.hook(c.GetId())}})
+		adjust.AddHooks(&api.Hooks{CreateContainer: []*api.Hook{t.hook(c)}})
 	}
 	source := t.files.folder()
 	mounted := mountAt(c, MountPath)
@@ -54,20 +54,22 @@ func (t *Trust) adjustment(c *api.Container) *api.ContainerAdjustment {
 	}
 	has := environment(c)
 	for _, v := range variables {
-		if !has[v.name] && (v.unless == "" || !has[v.unless]) && t.files.has(v.path) {
+		_, present := has[v.name]
+		_, loses := has[v.unless]
+		if !present && !loses && t.files.has(v.path) {
 			adjust.AddEnv(v.name, v.path)
 		}
 	}
 	return adjust
 }
 
-func (t *Trust) hook(containerID string) *api.Hook {
+func (t *Trust) hook(c *api.Container) *api.Hook {
 	return &api.Hook{
 		Path: t.config.Hook,
-		Args: []string{
-			t.config.Hook, hookCommand, "--ca", t.files.caPEM(), "--report", t.files.report(containerID),
+		Args: append([]string{
+			t.config.Hook, hookCommand, "--ca", t.files.caPEM(), "--report", t.files.report(c.GetId()),
 			"--bundle", BundlePath,
-		},
+		}, namedArgs(namedStores(c))...),
 		Env:     []string{"GOMAXPROCS=1"}, // a start with more threads costs more than they gain
 		Timeout: api.Int(hookSeconds),
 	}
@@ -88,12 +90,47 @@ func mountAt(c *api.Container, destination string) *api.Mount {
 	return nil
 }
 
-// environment returns the names of a container's variables.
-func environment(c *api.Container) map[string]bool {
-	names := make(map[string]bool)
+// environment returns a container's variables.
+func environment(c *api.Container) map[string]string {
+	values := make(map[string]string)
 	for _, entry := range c.GetEnv() {
-		name, _, _ := strings.Cut(entry, "=")
-		names[name] = true
+		name, value, _ := strings.Cut(entry, "=")
+		values[name] = value
 	}
-	return names
+	return values
+}
+
+// naming are the variables by which an image or a pod names a bundle of its own. SSL_CERT_DIR names directories.
+var naming = []string{
+	"SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS", "DENO_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+	"PIP_CERT", "AWS_CA_BUNDLE", "GIT_SSL_CAINFO", "CARGO_HTTP_CAINFO",
+}
+
+// maxNamed bounds the stores that a container can name.
+const maxNamed = 16
+
+// namedStores returns the paths that a container's own variables name. Those of ours lead to the mount.
+func namedStores(c *api.Container) []string {
+	has := environment(c)
+	var paths []string
+	for _, name := range naming {
+		values := []string{has[name]}
+		if name == "SSL_CERT_DIR" {
+			values = strings.Split(has[name], ":")
+		}
+		for _, path := range values {
+			if path != "" && !strings.HasPrefix(path, MountPath+"/") && !slices.Contains(paths, path) {
+				paths = append(paths, path)
+			}
+		}
+	}
+	return paths[:min(len(paths), maxNamed)]
+}
+
+func namedArgs(paths []string) []string {
+	var args []string
+	for _, path := range paths {
+		args = append(args, "--named="+path)
+	}
+	return args
 }

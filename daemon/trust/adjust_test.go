@@ -8,13 +8,16 @@ import (
 
 	"github.com/containerd/nri/pkg/api"
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/sluice-cni/sluice/integration/pki"
 )
 
 // TestAdjustment compares the additions to a container with golden text.
 func TestAdjustment(t *testing.T) {
 	t.Parallel()
-	const hook = "hook /opt/cni/bin/sluice in 2s: /opt/cni/bin/sluice ca-hook --ca RUN/ca.pem " +
-		"--report RUN/reports/c1.json --bundle /.sluice-ca/roots/bundle.crt\n"
+	const bareHook = "hook /opt/cni/bin/sluice in 2s: /opt/cni/bin/sluice ca-hook --ca RUN/ca.pem " +
+		"--report RUN/reports/c1.json --bundle /.sluice-ca/roots/bundle.crt"
+	const hook = bareHook + "\n"
 	const mount = "mount RUN/files at /.sluice-ca: bind rbind,ro,rprivate,nosuid,nodev,noexec\n"
 	const node, deno = "NODE_EXTRA_CA_CERTS=/.sluice-ca/ca.crt\n", "DENO_CERT=/.sluice-ca/ca.crt\n"
 	const ssl = "SSL_CERT_FILE=/.sluice-ca/roots/bundle.crt\n"
@@ -29,12 +32,19 @@ func TestAdjustment(t *testing.T) {
 		{
 			name: "variables of its own",
 			c:    &api.Container{Env: []string{"NODE_EXTRA_CA_CERTS=/x", "SSL_CERT_FILE=", "DENO_CERT"}},
-			want: hook + mount + requests,
+			want: bareHook + " --named=/x\n" + mount + requests,
 		},
 		{
 			name: "variables that ours would override",
-			c:    &api.Container{Env: []string{"SSL_CERT_DIR=/x", "CURL_CA_BUNDLE=/x"}},
-			want: hook + mount + node + deno,
+			c:    &api.Container{Env: []string{"SSL_CERT_DIR=/x:/y", "CURL_CA_BUNDLE=/x"}},
+			want: bareHook + " --named=/x --named=/y\n" + mount + node + deno,
+		},
+		{
+			name: "variables of another sluiced",
+			c: &api.Container{Env: []string{
+				"NODE_EXTRA_CA_CERTS=" + CAPath, "SSL_CERT_FILE=" + BundlePath, "PIP_CERT=/z",
+			}},
+			want: bareHook + " --named=/z\n" + mount + deno + requests,
 		},
 		{
 			name: "its own createContainer hook",
@@ -88,7 +98,7 @@ func TestAdjustment(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			s := newScene(t)
-			s.setCA(newCA(t, "proxy"))
+			s.setCA(pki.NewCA("proxy").Cert)
 			trust := s.newTrust()
 			trust.updateCA()
 			if test.before != nil {
@@ -122,7 +132,7 @@ func text(adjust *api.ContainerAdjustment) string {
 func TestOnlyWanted(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "wanted")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	r := s.newRuntime()
 	s.start()
 	r.waitFor(1)
@@ -139,7 +149,7 @@ func TestOnlyWanted(t *testing.T) {
 func TestOlderPlugin(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "wanted")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	s.must(os.WriteFile(s.path("plugin"), []byte("#!/bin/sh\necho 'CNI_COMMAND is missing' >&2; exit 1\n"), 0o755))
 	r := s.newRuntime()
 	s.start()
@@ -158,7 +168,7 @@ func TestOlderPlugin(t *testing.T) {
 func TestTwoDaemons(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "wanted")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	r := s.newRuntime()
 	_, stopFirst := s.start()
 	r.waitFor(1)

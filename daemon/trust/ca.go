@@ -6,7 +6,6 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -18,6 +17,7 @@ import (
 	"github.com/fsnotify/fsnotify"
 
 	"github.com/sluice-cni/sluice/daemon/pause"
+	"github.com/sluice-cni/sluice/plugin/files"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -33,12 +33,6 @@ const (
 	BundlePath = MountPath + "/roots/bundle.crt"
 )
 
-// publicRoots are the paths of the machine's bundle in Go's order (crypto/x509, root_linux.go).
-var publicRoots = []string{
-	"/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem",
-	"/etc/pki/tls/cacert.pem", "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem", "/etc/ssl/cert.pem",
-}
-
 // ca is the CA as it is now. Its zero value is no CA.
 type ca struct {
 	fingerprints string // of the certificates, joined
@@ -49,14 +43,14 @@ func (c ca) exists() bool { return c.fingerprints != "" }
 
 func joined(fingerprints []string) string { return strings.Join(fingerprints, " ") }
 
-// files keeps the files in Dir:
+// caFiles keeps the files in Dir:
 //
 //	ca.pem                  the CA, for the hook; only if there is one
 //	files/                  the folder that containers see
 //	files/ca.crt            the CA, or the public roots until there is one: a client may fail at an empty file
 //	files/roots/bundle.crt  the public roots and the CA
 //	reports/ID.json         the hook's reports
-type files struct {
+type caFiles struct {
 	source, dir string
 	roots       []string
 	log         *slog.Logger
@@ -65,30 +59,30 @@ type files struct {
 	said string     // the last problem that was logged
 }
 
-func newFiles(source, dir string, log *slog.Logger) *files {
-	return &files{source: source, dir: dir, roots: publicRoots, log: log}
+func newCAFiles(source, dir string, log *slog.Logger) *caFiles {
+	return &caFiles{source: source, dir: dir, roots: truststore.MachineBundles, log: log}
 }
 
-func (f *files) caPEM() string   { return filepath.Join(f.dir, "ca.pem") }
-func (f *files) folder() string  { return filepath.Join(f.dir, "files") }
-func (f *files) reports() string { return filepath.Join(f.dir, "reports") }
-func (f *files) report(containerID string) string {
+func (f *caFiles) caPEM() string   { return filepath.Join(f.dir, "ca.pem") }
+func (f *caFiles) folder() string  { return filepath.Join(f.dir, "files") }
+func (f *caFiles) reports() string { return filepath.Join(f.dir, "reports") }
+func (f *caFiles) report(containerID string) string {
 	return filepath.Join(f.reports(), containerID+".json")
 }
 
 // onHost returns the path in Dir of a file that containers see.
-func (f *files) onHost(path string) string {
+func (f *caFiles) onHost(path string) string {
 	return filepath.Join(f.folder(), strings.TrimPrefix(path, MountPath))
 }
 
 // has reports whether a file that containers see is there now.
-func (f *files) has(path string) bool {
+func (f *caFiles) has(path string) bool {
 	info, err := os.Stat(f.onHost(path))
 	return err == nil && info.Mode().IsRegular()
 }
 
 // update brings the files in line with the source. A problem is logged once.
-func (f *files) update() ca {
+func (f *caFiles) update() ca {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	current, err := f.tryUpdate()
@@ -113,7 +107,7 @@ func (f *files) update() ca {
 // errNoCA means that the source does not exist.
 var errNoCA = errors.New("no CA yet")
 
-func (f *files) tryUpdate() (ca, error) {
+func (f *caFiles) tryUpdate() (ca, error) {
 	if err := f.makeFolders(); err != nil {
 		return ca{}, fmt.Errorf("making the folders of the CA: %w", err)
 	}
@@ -146,7 +140,7 @@ func (f *files) tryUpdate() (ca, error) {
 }
 
 // makeFolders makes the folders. A container's user of any ID can read those that containers see, whatever the umask.
-func (f *files) makeFolders() error {
+func (f *caFiles) makeFolders() error {
 	var errs []error
 	for _, folder := range []string{f.dir, f.folder(), filepath.Dir(f.onHost(BundlePath))} {
 		errs = append(errs, os.MkdirAll(folder, 0o755),
@@ -167,8 +161,8 @@ const maxCAFile = 1 << 20
 
 // readCA returns the certificates in the source, and nothing else that is in it. Where the source cannot be used, it
 // returns those of the last time, because the containers on the node trust them, and the error.
-func (f *files) readCA() ([]byte, error) {
-	data, err := readBounded(f.source, maxCAFile)
+func (f *caFiles) readCA() ([]byte, error) {
+	data, err := files.ReadBounded(f.source, maxCAFile)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		err = fmt.Errorf("%w: %s does not exist", errNoCA, f.source)
@@ -179,7 +173,7 @@ func (f *files) readCA() ([]byte, error) {
 		}
 	}
 	if err != nil {
-		last, lastErr := readBounded(f.caPEM(), maxCAFile)
+		last, lastErr := files.ReadBounded(f.caPEM(), maxCAFile)
 		if lastErr != nil && !errors.Is(lastErr, fs.ErrNotExist) {
 			err = errors.Join(err, lastErr)
 		}
@@ -196,9 +190,9 @@ func (f *files) readCA() ([]byte, error) {
 const maxRoots = 16 << 20
 
 // readRoots returns the public roots, with a newline at their end.
-func (f *files) readRoots() ([]byte, error) {
+func (f *caFiles) readRoots() ([]byte, error) {
 	for _, path := range f.roots {
-		data, err := readBounded(path, maxRoots)
+		data, err := files.ReadBounded(path, maxRoots)
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
@@ -211,37 +205,12 @@ func (f *files) readRoots() ([]byte, error) {
 		"store get no bundle")
 }
 
-func readBounded(path string, limit int64) ([]byte, error) {
-	file, err := os.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = file.Close() }() // only read
-	data, err := io.ReadAll(io.LimitReader(file, limit+1))
-	if err == nil && int64(len(data)) > limit {
-		return nil, fmt.Errorf("%s has more than %d bytes", path, limit)
-	}
-	return data, err
-}
-
 // write replaces a file by rename. The containers that have the folder mounted see the new file.
-func (f *files) write(path string, data []byte) error {
+func (f *caFiles) write(path string, data []byte) error {
 	if current, err := os.ReadFile(path); err == nil && bytes.Equal(current, data) {
 		return nil
 	}
-	file, err := os.CreateTemp(f.dir, ".new-*")
-	if err != nil {
-		return err
-	}
-	_, err = file.Write(data)
-	err = errors.Join(err, file.Chmod(0o644), file.Close())
-	if err == nil {
-		err = os.Rename(file.Name(), path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(file.Name()))
-	}
-	return nil
+	return files.Replace(path, data, 0o644, filepath.Join(f.dir, ".new-*"))
 }
 
 // retryCA is the pause until the next try to watch the folder of the CA, or to write the files.

@@ -8,10 +8,10 @@ import (
 	"slices"
 	"strings"
 	"time"
-	"unicode"
 
 	"github.com/containerd/nri/pkg/api"
 
+	"github.com/sluice-cni/sluice/daemon/printable"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -20,24 +20,26 @@ type container struct {
 	id, name string
 	pod      string // its UID
 	pid      int
-	mounted  bool // the fallback
-	equipped bool // with the variables
+	mounted  bool     // the fallback
+	equipped bool     // with the variables
+	named    []string // stores that its own variables name
 
 	state   truststore.State
 	note    string
 	checked string        // the fingerprints of the CA at the last look
 	looked  bool          // there has been one
-	retry   time.Time     // of a repair that has failed; zero if none has
+	next    time.Time     // of the next look, if a repair has failed or a store changes; else zero
 	busy    chan struct{} // closed when the look that goes on has ended; nil if none does
 }
 
 func (t *Trust) newContainer(podUID string, c *api.Container) *container {
 	mounted := mountAt(c, MountPath)
+	_, equipped := environment(c)[variables[0].name]
 	return &container{
 		id: c.GetId(), name: c.GetName(), pod: podUID, pid: int(c.GetPid()),
 		mounted:  mounted != nil && mounted.GetSource() == t.files.folder(),
-		equipped: environment(c)[variables[0].name],
-		state:    truststore.Unknown, note: "not looked at yet",
+		equipped: equipped, named: namedStores(c),
+		state: truststore.Unknown, note: "not looked at yet",
 	}
 }
 
@@ -48,9 +50,9 @@ func (t *Trust) replaceAll(sandboxes []*api.PodSandbox, list []*api.Container) {
 		uids[s.GetId()] = s.GetUid()
 	}
 	now := make(map[string]*container)
-	reports := make(map[string]bool)
+	ids := make(map[string]bool)
 	for _, c := range list {
-		reports[t.files.report(c.GetId())] = true
+		ids[c.GetId()] = true
 		switch c.GetState() {
 		case api.ContainerState_CONTAINER_RUNNING, api.ContainerState_CONTAINER_PAUSED:
 			now[c.GetId()] = t.newContainer(uids[c.GetPodSandboxId()], c)
@@ -63,9 +65,9 @@ func (t *Trust) replaceAll(sandboxes []*api.PodSandbox, list []*api.Container) {
 			now[id], c.looked = c, false // a repair that failed is tried again
 		}
 	}
-	t.containers, t.known, t.problem = now, true, ""
+	t.containers, t.known, t.connected, t.problem = now, true, true, ""
 	t.mu.Unlock()
-	t.removeReports(reports)
+	t.removeReports(ids)
 	t.Check()
 	t.settle()
 	pods := make(map[string]bool)
@@ -79,15 +81,14 @@ func (t *Trust) replaceAll(sandboxes []*api.PodSandbox, list []*api.Container) {
 	}
 }
 
-// removeReports removes all reports but those to be kept.
+// removeReports removes the reports of all containers but these, by their IDs.
 func (t *Trust) removeReports(keep map[string]bool) {
 	entries, err := os.ReadDir(t.files.reports())
 	if err != nil {
 		t.config.Log.Warn("reports of containers that are gone are not removed", "err", err)
 	}
 	for _, e := range entries {
-		id, isReport := strings.CutSuffix(e.Name(), ".json")
-		if isReport && !keep[t.files.report(id)] {
+		if id, isReport := strings.CutSuffix(e.Name(), ".json"); isReport && !keep[id] {
 			t.removeReport(id)
 		}
 	}
@@ -109,10 +110,10 @@ func (t *Trust) start(c *container) {
 	if !t.config.Wanted(c.pod) {
 		return
 	}
-	state, note, ok := t.outcome(c, current)
+	o, ok := t.outcome(c, current)
 	t.mu.Lock()
 	if ok {
-		c.set(state, note, current, time.Time{})
+		c.set(o, current, t.nextLook(o, nil))
 	} else {
 		t.checkLocked(c)
 	}
@@ -138,13 +139,28 @@ func (t *Trust) removePod(uid string) {
 	delete(t.served, uid)
 }
 
-func (c *container) set(state truststore.State, note string, current ca, retry time.Time) {
-	c.state, c.note, c.checked, c.looked, c.retry = state, note, current.fingerprints, true, retry
+// outcome is what is known about a container after a look at it.
+type outcome struct {
+	state    truststore.State
+	note     string
+	changing bool // a store changes without the container, and has to be looked at from time to time
+}
+
+func (c *container) set(o outcome, current ca, next time.Time) {
+	c.state, c.note, c.checked, c.looked, c.next = o.state, o.note, current.fingerprints, true, next
+}
+
+// nextLook is the time of the next look at a container, or zero if it needs none. The error is that of the repair.
+func (t *Trust) nextLook(o outcome, err error) time.Time {
+	if err != nil || o.changing {
+		return time.Now().Add(t.retryPause)
+	}
+	return time.Time{}
 }
 
 // isDue reports whether a look at a container is due.
 func (c *container) isDue(current ca) bool {
-	return !c.looked || c.checked != current.fingerprints || !c.retry.IsZero() && !time.Now().Before(c.retry)
+	return !c.looked || c.checked != current.fingerprints || !c.next.IsZero() && !time.Now().Before(c.next)
 }
 
 // Check begins to look at the containers of wanted pods that it has not looked at, because a pod may have become wanted
@@ -191,18 +207,17 @@ func (t *Trust) checkLocked(c *container) <-chan struct{} {
 func (t *Trust) check(c *container) {
 	for done := false; !done; {
 		t.mu.Lock()
-		current := t.ca
+		current, again := t.ca, !c.next.IsZero()
 		t.mu.Unlock()
-		state, note, err := t.examine(c, current)
+		o, err := t.examine(c, current, again)
 		t.mu.Lock()
-		var retry time.Time
 		if err != nil {
-			if note = err.Error(); note != c.note {
+			o = outcome{state: truststore.Unknown, note: err.Error()}
+			if o.note != c.note {
 				t.config.Log.Warn("a container is not repaired", "container", c.id, "name", c.name, "err", err)
 			}
-			retry = time.Now().Add(t.retryPause)
 		}
-		c.set(state, note, current, retry)
+		c.set(o, current, t.nextLook(o, err))
 		if done = current.fingerprints == t.ca.fingerprints; done {
 			close(c.busy)
 			c.busy = nil
@@ -216,23 +231,23 @@ func (t *Trust) check(c *container) {
 	t.changed(c.pod)
 }
 
-// examine returns the state of a container, after a repair if the hook has left no report about the CA. The error is
-// that of the repair; the state is unknown then.
-func (t *Trust) examine(c *container, current ca) (state truststore.State, note string, err error) {
-	if state, note, ok := t.outcome(c, current); ok {
-		return state, note, nil
+// examine looks at a container, after a repair if the hook has left no report about the CA, or if this is another look
+// at the container. The error is that of the repair.
+func (t *Trust) examine(c *container, current ca, again bool) (outcome, error) {
+	if o, ok := t.outcome(c, current); ok && !(again && current.exists()) {
+		return o, nil
 	}
 	if err := t.repair(c, t.isLate(c)); err != nil {
-		return truststore.Unknown, "", err
+		return outcome{}, err
 	}
-	if state, note, ok := t.outcome(c, current); ok {
-		return state, note, nil
+	if o, ok := t.outcome(c, current); ok {
+		return o, nil
 	}
 	report, err := readReport(t.files.report(c.id))
 	if err != nil {
-		return truststore.Unknown, "", err
+		return outcome{}, err
 	}
-	return truststore.Unknown, "", errors.New(cmp.Or(report.Error, "the proxy's CA has changed meanwhile"))
+	return outcome{}, errors.New(cmp.Or(report.Error, "the proxy's CA has changed meanwhile"))
 }
 
 // isLate reports whether a repair comes too late for the programs that run in a container: they may have connected
@@ -247,25 +262,27 @@ func (t *Trust) isLate(c *container) bool {
 	return served || t.config.Older != nil && t.config.Older(c.pod)
 }
 
-// outcome returns the state of a container by the report of it. It is not ok if a repair may lead to a better one.
-func (t *Trust) outcome(c *container, current ca) (state truststore.State, note string, ok bool) {
+// outcome reads the report of a container. It is not ok if a repair may lead to a better one.
+func (t *Trust) outcome(c *container, current ca) (o outcome, ok bool) {
 	if !current.exists() {
-		return truststore.Unknown, current.problem, true
+		return outcome{state: truststore.Unknown, note: current.problem}, true
 	}
 	report, err := readReport(t.files.report(c.id))
 	if err != nil || report.Error != "" || joined(report.CA) != current.fingerprints {
-		return truststore.Unknown, "", false
+		return outcome{}, false
 	}
-	if report.Late {
-		return truststore.Unknown, "given the CA while it ran: programs that have read their trust store before do " +
-			"not trust it; start the container anew", true
-	}
-	note = noteOf(report)
-	if note == "" && !c.equipped {
-		note = "created without sluice: Node.js and Deno with their own roots do not trust the CA until the " +
+	o = outcome{state: report.State, note: noteOf(report)}
+	o.changing = slices.ContainsFunc(report.Stores, func(s truststore.Store) bool { return s.Changing })
+	switch {
+	case report.Late:
+		o.state = truststore.Unknown
+		o.note = "given the CA while it ran: programs that have read their trust store before do not trust it; start " +
+			"the container anew"
+	case o.note == "" && !c.equipped:
+		o.note = "created without sluice: Node.js and Deno with their own roots do not trust the CA until the " +
 			"container starts anew"
 	}
-	return report.State, note, true
+	return o, true
 }
 
 // maxNotes bounds the stores that a note names.
@@ -279,11 +296,11 @@ func noteOf(report truststore.Report) string {
 	var notes []string
 	for _, s := range report.Stores {
 		if s.Action == truststore.Failed && s.Kind != truststore.Anchor {
-			notes = append(notes, printable(fmt.Sprintf("%s %s: %s", s.Kind, s.Path, s.Error)))
+			notes = append(notes, printable.Text(fmt.Sprintf("%s %s: %s", s.Kind, s.Path, s.Error), maxNote))
 		}
 	}
 	if report.Unsearched != "" {
-		notes = append(notes, printable(report.Unsearched))
+		notes = append(notes, printable.Text(report.Unsearched, maxNote))
 	}
 	if len(notes) == 0 && report.State != truststore.Trusted {
 		return "it has no trust store, and was created without sluice: start it anew"
@@ -292,17 +309,6 @@ func noteOf(report truststore.Report) string {
 		notes = append(notes[:maxNotes], fmt.Sprintf("and %d more", more))
 	}
 	return strings.Join(notes, "; ")
-}
-
-// printable removes the characters that could control a terminal, and bounds the length.
-func printable(text string) string {
-	text = strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return -1
-		}
-		return r
-	}, text)
-	return strings.ToValidUTF8(text[:min(len(text), maxNote)], "")
 }
 
 // podLocked is the state of a pod's containers.

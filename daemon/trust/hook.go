@@ -1,6 +1,7 @@
 package trust
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"os"
@@ -11,6 +12,9 @@ import (
 
 // hookCommand is the first argument of the hook.
 const hookCommand = "ca-hook"
+
+// newestFlag is the youngest of the hook's flags that sluiced gives.
+const newestFlag = "-named"
 
 // helpTimeout bounds the check of a plugin.
 const helpTimeout = time.Second
@@ -26,7 +30,7 @@ type hookFile struct {
 
 // isUsable reports whether the binary can be run as the hook. The runtime does not start a container whose hook is
 // missing or fails, and an older plugin, which a daemon may find before it has installed its own, does not know the
-// command.
+// command or all of its flags.
 func (h *hookFile) isUsable() bool {
 	info, err := os.Stat(h.path)
 	if err != nil || !info.Mode().IsRegular() {
@@ -51,7 +55,8 @@ func (h *hookFile) knowsCommand() (usable, certain bool) {
 	defer cancel()
 	cmd := exec.CommandContext(ctx, h.path, hookCommand, "--help")
 	cmd.Env = []string{}
-	err := cmd.Run()
+	help, err := cmd.CombinedOutput()
 	var exit *exec.ExitError
-	return err == nil, err == nil || errors.As(err, &exit) && exit.Exited()
+	return err == nil && bytes.Contains(help, []byte(newestFlag)),
+		err == nil || errors.As(err, &exit) && exit.Exited()
 }

@@ -34,6 +34,9 @@ func (t *Trust) serveRuntime(ctx context.Context) {
 	for ctx.Err() == nil {
 		was := t.isKnown()
 		connected, err := t.serveOnce(ctx)
+		t.mu.Lock()
+		t.connected = false
+		t.mu.Unlock()
 		if ctx.Err() != nil {
 			return
 		}

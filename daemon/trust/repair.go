@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/sluice-cni/sluice/plugin/files"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -34,6 +35,7 @@ func (t *Trust) repair(c *container, late bool) error {
 	if c.mounted {
 		args = append(args, "--bundle", BundlePath)
 	}
+	args = append(args, namedArgs(c.named)...)
 	cmd := exec.Command(t.config.Plugin, args...) //nolint:noctx // it ends by itself, with its files whole
 	cmd.Env = []string{}                          // nothing of the daemon's is of use in a container
 	var output bytes.Buffer
@@ -67,7 +69,7 @@ const maxReport = 1 << 20
 
 func readReport(path string) (truststore.Report, error) {
 	var report truststore.Report
-	data, err := readBounded(path, maxReport)
+	data, err := files.ReadBounded(path, maxReport)
 	if errors.Is(err, os.ErrNotExist) {
 		return report, errors.New("the hook has left no report")
 	}

@@ -3,17 +3,10 @@ package trust
 import (
 	"bytes"
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/x509"
-	"crypto/x509/pkix"
 	"encoding/json"
-	"encoding/pem"
 	"fmt"
 	"io"
 	"log/slog"
-	"math/big"
 	"net"
 	"os"
 	"path/filepath"
@@ -26,6 +19,7 @@ import (
 	"github.com/containerd/nri/pkg/api"
 	nrilog "github.com/containerd/nri/pkg/log"
 
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -62,7 +56,7 @@ func newScene(t *testing.T, wanted ...string) *scene {
 	for _, folder := range []string{"ca", "run"} {
 		s.must(os.Mkdir(s.path(folder), 0o755))
 	}
-	s.write("roots.crt", string(newCA(t, "public root")))
+	s.write("roots.crt", string(pki.NewCA("public root").Cert))
 	s.plugin("")
 	t.Cleanup(func() {
 		if t.Failed() {
@@ -101,11 +95,11 @@ func (s *scene) setCA(ca []byte) {
 	s.must(err)
 	s.must(os.WriteFile(filepath.Join(data, "ca.pem"), ca, 0o644))
 	s.must(os.Symlink(filepath.Base(data), s.path("ca/..new")))
+	s.write("good.json", s.report(ca, truststore.Trusted)) // a repair may begin as soon as the CA is there
 	s.must(os.Rename(s.path("ca/..new"), s.path("ca/..data")))
 	if _, err := os.Lstat(s.path("ca/ca.pem")); os.IsNotExist(err) {
 		s.must(os.Symlink("..data/ca.pem", s.path("ca/ca.pem")))
 	}
-	s.write("good.json", s.report(ca, truststore.Trusted))
 }
 
 // report is a report about a CA.
@@ -123,7 +117,7 @@ func (s *scene) report(ca []byte, state truststore.State) string {
 func (s *scene) plugin(commands string) {
 	s.t.Helper()
 	script := fmt.Sprintf(`#!/bin/sh
-[ "$*" = "ca-hook --help" ] && exit
+[ "$*" = "ca-hook --help" ] && echo -named && exit
 cd %s
 while [ $# -gt 0 ]; do
 	case $1 in --report) report=$2 ;; --pid) pid=$2 ;; --late) late='"late":true,' ;; esac
@@ -364,23 +358,4 @@ func running(id string, pid uint32) *api.Container {
 		Id: id, PodSandboxId: id, Name: "app", State: api.ContainerState_CONTAINER_RUNNING, Pid: pid,
 		Env: []string{"NODE_EXTRA_CA_CERTS=" + CAPath},
 	}
-}
-
-// newCA makes a CA certificate in PEM.
-func newCA(t testing.TB, name string) []byte {
-	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		t.Fatal(err)
-	}
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
-		IsCA: true, BasicConstraintsValid: true,
-	}
-	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
 }

@@ -41,6 +41,7 @@ import (
 	"fmt"
 	"log/slog"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -72,6 +73,11 @@ type Config struct {
 	Wanted func(podUID string) bool
 	// Older, if it is not nil, reports whether a pod ran before it was captured.
 	Older func(podUID string) bool
+	// Served are the UIDs of pods whose connections may have been served before, while this process did not run.
+	Served []string
+	// Running, if it is not nil, returns the IDs of a pod's running containers by another source than the runtime. It
+	// is asked while the connection to the runtime is lost.
+	Running func(podUID string) []string
 	// Stopping, if it is not nil, reports whether the runtime may be stopping a container now, such as one of a pod
 	// that is being deleted. The connection to the runtime waits meanwhile: containerd creates no container on the node
 	// from the connection of a plugin until the stop has ended (https://github.com/containerd/containerd/issues/14083).
@@ -105,7 +111,7 @@ type Pod struct {
 // Trust makes the containers of wanted pods trust the CA.
 type Trust struct {
 	config   Config
-	files    *files
+	files    *caFiles
 	hookFile hookFile
 	repairs  chan struct{} // a token for each repair that runs
 	// retryPause is the constant of that name, but in tests.
@@ -119,6 +125,7 @@ type Trust struct {
 	known      bool   // the runtime has named its containers
 	problem    string // the reason why it has not
 	missed     string // the last one that was logged
+	connected  bool   // the runtime asks about new containers
 	containers map[string]*container
 	served     map[string]bool // pods whose connections do not wait for Ready any more, by UID
 }
@@ -148,12 +155,16 @@ func New(config Config) (*Trust, error) {
 	if config.Wanted == nil || config.Log == nil {
 		return nil, errors.New("trust: Wanted and Log are needed")
 	}
+	served := make(map[string]bool)
+	for _, uid := range config.Served {
+		served[uid] = true
+	}
 	return &Trust{
-		config: config, files: newFiles(config.CAFile, config.Dir, config.Log),
+		config: config, files: newCAFiles(config.CAFile, config.Dir, config.Log),
 		hookFile: hookFile{path: config.Plugin},
 		repairs:  make(chan struct{}, maxRepairs), retryPause: retryPause, settled: make(chan struct{}),
 		problem: "the container runtime has not been asked yet", containers: make(map[string]*container),
-		served: make(map[string]bool),
+		served: served,
 	}, nil
 }
 
@@ -203,7 +214,22 @@ func (t *Trust) State(podUID string) Pod {
 	if !t.known {
 		return Pod{State: truststore.Unknown, Note: t.problem}
 	}
-	return t.podLocked(podUID)
+	pod := t.podLocked(podUID)
+	if !t.connected && t.config.Running != nil && slices.ContainsFunc(t.config.Running(podUID), t.isNewLocked) {
+		pod.State = truststore.Unknown
+		pod.Note = "a container was started while the connection to the container runtime was lost"
+	}
+	return pod
+}
+
+// isNewLocked reports whether the runtime has not named a container.
+func (t *Trust) isNewLocked(containerID string) bool { return t.containers[containerID] == nil }
+
+// Asked reports whether the runtime asks about new containers, and whether it needs to: not as long as there is no CA.
+func (t *Trust) Asked() (asked, needed bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.connected, t.ca.exists()
 }
 
 // HasCA reports whether there is a CA.

@@ -2,6 +2,7 @@ package trust
 
 import (
 	"context"
+	"encoding/json"
 	"net"
 	"os"
 	"path/filepath"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/containerd/nri/pkg/api"
 
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -30,7 +32,7 @@ func TestHookReport(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			s := newScene(t, "pod")
-			s.setCA(newCA(t, "proxy"))
+			s.setCA(pki.NewCA("proxy").Cert)
 			r := s.newRuntime()
 			trust, _ := s.start()
 			r.waitFor(1)
@@ -64,7 +66,7 @@ func TestRepair(t *testing.T) {
 	t.Parallel()
 	for name, report := range map[string]func(s *scene) string{
 		"none":             nil,
-		"of another CA":    func(s *scene) string { return s.report(newCA(s.t, "other"), truststore.Trusted) },
+		"of another CA":    func(s *scene) string { return s.report(pki.NewCA("other").Cert, truststore.Trusted) },
 		"with an error":    func(*scene) string { return `{"state":"unknown","error":"deadline exceeded"}` },
 		"that is no JSON":  func(*scene) string { return "{" },
 		"without contents": func(*scene) string { return "" },
@@ -72,7 +74,7 @@ func TestRepair(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := newScene(t, "pod")
-			s.setCA(newCA(t, "proxy"))
+			s.setCA(pki.NewCA("proxy").Cert)
 			s.must(os.Mkdir(s.path("run/reports"), 0o700))
 			s.write("run/reports/gone.json", "{}")
 			if report != nil {
@@ -102,13 +104,13 @@ func TestLateRepairs(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "older", "in time")
 	s.older = "older"
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	s.newRuntime(running("older", 4242), running("in time", 4343))
 	trust, _ := s.start()
 	s.ready(trust, "older", "in time")
 	for _, ca := range []string{"", "the next"} {
 		if ca != "" {
-			s.setCA(newCA(t, ca))
+			s.setCA(pki.NewCA(ca).Cert)
 			s.eventually("both are given the next CA", func() bool { return strings.Count(s.repaired(), "\n") == 4 })
 			s.ready(trust, "older", "in time")
 		}
@@ -122,7 +124,7 @@ func TestLateRepairs(t *testing.T) {
 func TestFailedRepairs(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "fails", "says", "hangs", "a", "b", "c")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	s.plugin(`mkdir slot-$$
 set -- slot-*
 [ $# -le 2 ] || touch too-many
@@ -151,7 +153,7 @@ rmdir slot-$$`)
 func TestRetry(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	s.plugin(`echo >>tries; [ -e mended ] || { echo "no space left" >&2; exit 1; }`)
 	s.newRuntime(running("pod", 4242))
 	trust := s.newTrust()
@@ -166,7 +168,7 @@ func TestRetry(t *testing.T) {
 	}
 	trust.mu.Lock()
 	trust.retryPause = 0
-	trust.containers["pod"].retry = time.Now()
+	trust.containers["pod"].next = time.Now()
 	trust.mu.Unlock()
 	for range 3 {
 		s.ready(trust, "pod")
@@ -187,7 +189,7 @@ func TestRetry(t *testing.T) {
 func TestRotation(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod")
-	first, second := newCA(t, "first"), newCA(t, "second")
+	first, second := pki.NewCA("first").Cert, pki.NewCA("second").Cert
 	s.newRuntime(running("pod", 4242))
 	trust, stop := s.start()
 	s.eventually("the container is known", func() bool {
@@ -240,13 +242,24 @@ func TestRotation(t *testing.T) {
 func TestReconnect(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod", "later")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	r := s.newRuntime(running("pod", 4242))
 	trust, _ := s.start()
 	s.ready(trust, "pod")
+	if asked, needed := trust.Asked(); !asked || !needed {
+		t.Errorf("asked: %t, needed: %t; want both", asked, needed)
+	}
 	r.crash()
 	s.eventually("the loss is said", func() bool { return s.log.count("is lost") == 1 })
+	if asked, _ := trust.Asked(); asked {
+		t.Error("a runtime that has gone asks")
+	}
 	s.wantState(trust, "pod", truststore.Trusted, "app")
+	started := []string{"pod", "started meanwhile"}
+	trust.mu.Lock()
+	trust.config.Running = func(string) []string { return started }
+	trust.mu.Unlock()
+	s.wantState(trust, "pod", truststore.Unknown, "was started while the connection")
 	s.newRuntime(running("later", 4343))
 	s.eventually("the new container is known", func() bool { return trust.State("later").State == truststore.Trusted })
 	s.wantState(trust, "pod", truststore.Unknown, "no container runs")
@@ -255,11 +268,64 @@ func TestReconnect(t *testing.T) {
 	}
 }
 
+// TestServedBefore: a container that was created without the CA, in a pod that was served before the daemon started, may
+// have connected. Others of the pod stay trusted by the hook's report.
+func TestServedBefore(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "pod", "hooked")
+	s.setCA(pki.NewCA("proxy").Cert)
+	s.must(os.Mkdir(s.path("run/reports"), 0o700))
+	s.write("run/reports/hooked.json", s.report(s.ca, truststore.Trusted))
+	s.newRuntime(running("pod", 4242), running("hooked", 4343))
+	config := s.config()
+	config.Served = []string{"pod", "hooked"}
+	trust, err := New(config)
+	s.must(err)
+	s.run(trust)
+	s.ready(trust, "pod", "hooked")
+	s.wantState(trust, "pod", truststore.Unknown, "given the CA while it ran")
+	s.wantState(trust, "hooked", truststore.Trusted, "app")
+}
+
+// TestChangingStores: a container with a store that changes by itself is repaired again and again, and stays trusted.
+func TestChangingStores(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, "pod", "steady")
+	s.setCA(pki.NewCA("proxy").Cert)
+	fingerprints, err := truststore.Fingerprints(s.ca)
+	s.must(err)
+	report, err := json.Marshal(truststore.Report{
+		State: truststore.Trusted, CA: fingerprints,
+		Stores: []truststore.Store{{Path: "/x", Kind: truststore.Bundle, Action: truststore.Bound, Changing: true}},
+	})
+	s.must(err)
+	s.must(os.Mkdir(s.path("run/reports"), 0o700))
+	s.write("run/reports/pod.json", string(report))
+	s.write("run/reports/steady.json", s.report(s.ca, truststore.Trusted))
+	s.write("good.json", string(report))
+	s.newRuntime(running("pod", 4242), running("steady", 4343))
+	trust := s.newTrust()
+	trust.retryPause = time.Millisecond
+	s.run(trust)
+	s.ready(trust, "pod", "steady")
+	for _, want := range []string{"4242\n", "4242\n4242\n"} {
+		s.eventually("the next look", func() bool {
+			trust.Check()
+			return strings.HasPrefix(s.repaired(), want)
+		})
+	}
+	s.ready(trust, "pod", "steady")
+	s.wantState(trust, "pod", truststore.Trusted, "app")
+	if strings.Contains(s.repaired(), "4343") {
+		t.Error("a container whose stores do not change was looked at again")
+	}
+}
+
 // TestNoRuntime: a node without NRI is said once, and nothing waits for it.
 func TestNoRuntime(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	trust, _ := s.start()
 	s.ready(trust, "pod")
 	s.wantState(trust, "pod", truststore.Unknown, "enable NRI")
@@ -291,7 +357,7 @@ func TestSilentRuntime(t *testing.T) {
 func TestStopping(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod")
-	s.setCA(newCA(t, "proxy"))
+	s.setCA(pki.NewCA("proxy").Cert)
 	r := s.newRuntime(running("pod", 4242))
 	trust := s.newTrust()
 	var stopping atomic.Bool

@@ -9,8 +9,11 @@ import (
 	"net/http"
 	"net/netip"
 	"regexp"
+	"strconv"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -117,22 +120,18 @@ func lost(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &n)
 }
 
-// outOfDescriptors matches mitmproxy's error page when it could not open a socket: EMFILE or ENFILE.
-var outOfDescriptors = regexp.MustCompile(`(?i)errno 2[34]\b|too many open files`)
-
+// refusal interprets an answer to CONNECT other than success. Proxies that cannot reach a destination answer 502, 503,
+// 504 or 500, and some of them answer the same when they cannot serve at all. docs/proxies.md lists them.
 func refusal(conn net.Conn, resp *http.Response) error {
+	if err := proxyStatus(resp.Header.Values("Proxy-Status")); err != nil {
+		return fmt.Errorf("%w, %s", err, resp.Status)
+	}
 	switch resp.StatusCode {
-	case http.StatusBadGateway:
-		// mitmproxy leaves the connection open after the page.
-		_ = conn.SetReadDeadline(time.Now().Add(time.Second))
-		page, _ := io.ReadAll(io.LimitReader(resp.Body, maxReason)) // a part suffices
-		if outOfDescriptors.Match(page) {
-			return fmt.Errorf("%w: the proxy is out of file descriptors", ErrLate)
-		}
-		return fmt.Errorf("%w: %s", ErrUnreachable, resp.Status)
+	case http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusInternalServerError:
+		return failure(conn, resp)
 	case http.StatusForbidden, http.StatusGatewayTimeout:
 		return fmt.Errorf("%w: %s", ErrUnreachable, resp.Status)
-	case http.StatusServiceUnavailable, http.StatusTooManyRequests, http.StatusInternalServerError:
+	case http.StatusTooManyRequests:
 		return fmt.Errorf("%w: %s", ErrLate, resp.Status)
 	case http.StatusProxyAuthRequired:
 		return fmt.Errorf("%w: the proxy requires a user and a password (%s), and sluice has none",
@@ -140,4 +139,63 @@ func refusal(conn net.Conn, resp *http.Response) error {
 	default:
 		return fmt.Errorf("%w: the proxy answers CONNECT with %s", ErrMisconfigured, resp.Status)
 	}
+}
+
+// failure interprets 500, 502 and 503.
+func failure(conn net.Conn, resp *http.Response) error {
+	if err := squidError(resp.Header.Get("X-Squid-Error")); err != nil {
+		return fmt.Errorf("%w, %s", err, resp.Status)
+	}
+	// mitmproxy leaves the connection open after the page.
+	_ = conn.SetReadDeadline(time.Now().Add(time.Second))
+	page, _ := io.ReadAll(io.LimitReader(resp.Body, maxReason)) // a part suffices
+	for _, p := range pages {
+		if p.text.Match(page) {
+			return fmt.Errorf("%w: %s, %s", p.means, p.says, resp.Status)
+		}
+	}
+	switch {
+	case resp.StatusCode == http.StatusBadGateway:
+		return fmt.Errorf("%w: %s", ErrUnreachable, resp.Status)
+	case resp.Header.Get("Retry-After") != "": // the proxy speaks of itself (RFC 9110, section 15.6.4)
+		return fmt.Errorf("%w: %s", ErrLate, resp.Status)
+	default:
+		return &unclearError{resp.Status}
+	}
+}
+
+// pages are texts of error pages that tell a failure of the proxy from one of the destination.
+var pages = []struct {
+	text  *regexp.Regexp
+	means error
+	says  string
+}{
+	// mitmproxy and Go: EMFILE or ENFILE.
+	{regexp.MustCompile(`(?i)errno 2[34]\b|too many open files`), ErrLate, "the proxy is out of file descriptors"},
+	// HAProxy, which is in front of other proxies then: it cannot connect for CONNECT itself.
+	{regexp.MustCompile(`No server is available`), ErrLate, "no proxy behind this one is available"},
+	// tinyproxy with another proxy as its own upstream.
+	{regexp.MustCompile(`Unable to connect to upstream proxy`), ErrLate, "no proxy behind this one is available"},
+	// Envoy, by the reason for which it has reset its stream to the destination.
+	{regexp.MustCompile(`reset reason: overflow`), ErrLate, "the proxy has too many connections"},
+	{
+		regexp.MustCompile(`reset reason: (remote )?connection (failure|timeout)`),
+		ErrUnreachable, "the proxy cannot connect",
+	},
+}
+
+// squidFailure matches the errors of Squid that concern the connection to the destination, and their errno.
+var squidFailure = regexp.MustCompile(`^ERR_CONNECT_FAIL (\d+)$`)
+
+// squidError interprets the header X-Squid-Error. It returns nil if the header does not tell which side has failed.
+func squidError(value string) error {
+	m := squidFailure.FindStringSubmatch(value)
+	if m == nil {
+		return nil
+	}
+	errno, err := strconv.Atoi(m[1])
+	if err == nil && isLocalExhaustion(unix.Errno(errno)) {
+		return fmt.Errorf("%w: Squid reports: %w", ErrLate, unix.Errno(errno))
+	}
+	return fmt.Errorf("%w: Squid reports %s", ErrUnreachable, value)
 }

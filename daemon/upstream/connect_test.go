@@ -3,6 +3,7 @@ package upstream
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/netip"
@@ -175,6 +176,64 @@ func TestConnectAnswersAreClassified(t *testing.T) {
 			conn, _, err := ask(t, p.Addr().String(), config.Connect, request)
 			checkAnswer(t, conn, err, tc.want, tc.says)
 		})
+	}
+}
+
+// TestFailuresOfKnownProxiesAreToldApart, where they answer the same for a dead destination and for themselves.
+func TestFailuresOfKnownProxiesAreToldApart(t *testing.T) {
+	t.Parallel()
+	const refused = `Proxy-Status: a; received-status=200, b;next-hop="x; error=y"; error=connection_refused`
+	for _, tc := range []struct {
+		name, status, header, page string
+		want                       error
+		says                       string
+	}{
+		{"Squid, refused", "503", "X-Squid-Error: ERR_CONNECT_FAIL 111", "", ErrUnreachable, "111"},
+		{"Squid without descriptors", "503", "X-Squid-Error: ERR_CONNECT_FAIL 24", "", ErrLate, "too many open files"},
+		{"Squid without ports", "503", "X-Squid-Error: ERR_CONNECT_FAIL 99", "", ErrLate, "cannot assign"},
+		{"Squid without its parents", "500", "X-Squid-Error: ERR_CANNOT_FORWARD 0", "", ErrLate, "500"},
+		{"HAProxy", "503", "", "No server is available to handle this request.", ErrLate, "behind this one"},
+		{"tinyproxy", "502", "", "<h1>Unable to connect to upstream proxy</h1>", ErrLate, "behind this one"},
+		{
+			"Envoy, refused", "503", "", "upstream connect error or disconnect/reset before headers. reset reason: " +
+				"remote connection failure, transport failure reason: delayed connect error: 111",
+			ErrUnreachable, "cannot connect",
+		},
+		{"an older Envoy", "503", "", "reset reason: connection failure", ErrUnreachable, "cannot connect"},
+		{"Envoy, timed out", "503", "", "reset reason: connection timeout", ErrUnreachable, "cannot connect"},
+		{"Envoy, overflow", "503", "", "reset reason: overflow", ErrLate, "too many connections"},
+		{"Envoy, itself", "503", "", "reset reason: local connection failure", ErrLate, "503"},
+		{"without descriptors", "503", "", "[Errno 24]", ErrLate, "file descriptors"},
+		{"too busy", "503", "Retry-After: 1", "", ErrLate, "503"},
+		{"Proxy-Status, refused", "503", refused, "", ErrUnreachable, "connection_refused"},
+		{"Proxy-Status, at its limit", "502", "Proxy-Status: p; error=connection_limit_reached", "", ErrLate, "limit"},
+		{"Proxy-Status, a fault", "403", "Proxy-Status: p;error=proxy_internal_error", "", ErrLate, "internal"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			header := "X: y"
+			if tc.header != "" {
+				header = tc.header
+			}
+			answer := fmt.Sprintf("HTTP/1.1 %s\r\n%s\r\nContent-Length: %d\r\n\r\n%s",
+				tc.status, header, len(tc.page), tc.page)
+			p := startProxy(t, "127.0.0.1:0", answering(answer, stayOpen))
+			conn, _, err := ask(t, p.Addr().String(), config.Connect, request)
+			checkAnswer(t, conn, err, tc.want, tc.says)
+		})
+	}
+}
+
+// TestUnclearAnswerIsMarked, for Judge; Retry-After makes it clear.
+func TestUnclearAnswerIsMarked(t *testing.T) {
+	t.Parallel()
+	for header, want := range map[string]bool{"X: y": true, "Retry-After: 1": false} {
+		p := startProxy(t, "127.0.0.1:0", answering("HTTP/1.1 503 x\r\n"+header+"\r\n\r\n", hangUp))
+		_, _, err := ask(t, p.Addr().String(), config.Connect, request)
+		var unclear *unclearError
+		if got := errors.As(err, &unclear); got != want {
+			t.Errorf("%s: got %v, unclear %t; want %t", header, err, got, want)
+		}
 	}
 }
 

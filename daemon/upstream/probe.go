@@ -48,9 +48,18 @@ func (u *Upstream) keepProbing(ctx context.Context) {
 	}
 }
 
-// probe asks the upstream for a connection to a listener that exists for the probe alone, at the address from which the
-// upstream is reached. An upstream that answers at all serves.
+// probe asks the upstream for a connection of the daemon's own. An upstream that answers at all serves.
 func (u *Upstream) probe(ctx context.Context) error {
+	err := u.askForOwn(ctx)
+	if errors.Is(err, ErrUnreachable) || errors.Is(err, ErrMisconfigured) {
+		return nil
+	}
+	return err
+}
+
+// askForOwn asks the upstream for a connection to a listener that exists for this request alone, at the address from
+// which the upstream is reached.
+func (u *Upstream) askForOwn(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
 	conn, err := u.dial(ctx)
@@ -67,9 +76,9 @@ func (u *Upstream) probe(ctx context.Context) error {
 	defer l.Close() //nolint:errcheck // it accepts nothing
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	_, err = u.speak(conn, Request{Destination: l.Addr().(*net.TCPAddr).AddrPort()})
-	if err == nil || errors.Is(err, ErrUnreachable) || errors.Is(err, ErrMisconfigured) {
-		return nil
+	if _, err := u.speak(conn, Request{Destination: l.Addr().(*net.TCPAddr).AddrPort()}); err != nil {
+		return fmt.Errorf("the upstream accepts connections but fails a probe: %w", err)
 	}
-	return fmt.Errorf("the upstream accepts connections but fails a probe: %w", err)
+	u.recordConnected()
+	return nil
 }

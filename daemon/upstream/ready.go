@@ -30,7 +30,8 @@ func (u *Upstream) markLate(err error) {
 	u.reason = err.Error()
 }
 
-// recordAnswer records, and logs once, that the upstream answers in a way that an operator has to mend.
+// recordAnswer records that the upstream has made a connection, or answers in a way that an operator has to mend, which
+// it logs once.
 func (u *Upstream) recordAnswer(err error) {
 	reason := ""
 	if errors.Is(err, ErrMisconfigured) {
@@ -40,6 +41,9 @@ func (u *Upstream) recordAnswer(err error) {
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
+	if err == nil {
+		u.connected = time.Now()
+	}
 	if !u.isReadyLocked() || u.reason == reason {
 		return
 	}

@@ -70,7 +70,7 @@ func socksError(reply byte) error {
 	case 0:
 		return nil
 	case 1:
-		return fmt.Errorf("%w: SOCKS5 reply 1, general failure", ErrLate)
+		return &unclearError{"SOCKS5 reply 1, general failure"}
 	case 2, 3, 4, 5, 6: // not allowed, network or host unreachable, refused, TTL expired
 		return fmt.Errorf("%w: SOCKS5 reply %d", ErrUnreachable, reply)
 	default: // command or address type not supported

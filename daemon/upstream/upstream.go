@@ -39,6 +39,7 @@ type Upstream struct {
 	log      *slog.Logger
 	every    time.Duration // between probes; 0 for none
 	dialed   chan struct{} // receives when a dial has succeeded; the probes listen
+	doubted  chan struct{} // receives when an answer was unclear; keepProving listens
 
 	// mu guards the fields below. It is held for moments, and no other lock is taken under it.
 	mu     sync.Mutex
@@ -46,6 +47,8 @@ type Upstream struct {
 	ready  chan struct{} // closed while the upstream is there
 	since  time.Time     // when ready last changed
 	reason string        // why the upstream is late, or how it is misconfigured
+	// connected is when the upstream has last made a connection, for a pod or for a probe.
+	connected time.Time
 }
 
 // New describes an upstream. It is late until Run has found it. locate returns the address to dial now; nil stands for
@@ -56,7 +59,7 @@ func New(c config.Upstream, locate func() (string, error), log *slog.Logger) *Up
 	}
 	return &Upstream{
 		name: c.String(), locate: locate, protocol: c.Protocol, log: log,
-		every: c.ProbeInterval, dialed: make(chan struct{}, 1),
+		every: c.ProbeInterval, dialed: make(chan struct{}, 1), doubted: make(chan struct{}, 1),
 		ready: make(chan struct{}), since: time.Now(), reason: "not dialed yet",
 	}
 }
@@ -66,6 +69,7 @@ func New(c config.Upstream, locate func() (string, error), log *slog.Logger) *Up
 func (u *Upstream) Run(ctx context.Context) error {
 	var probing sync.WaitGroup
 	defer probing.Wait()
+	probing.Go(func() { u.keepProving(ctx) })
 	if u.every > 0 {
 		probing.Go(func() { u.keepProbing(ctx) })
 	}

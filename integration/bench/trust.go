@@ -1,13 +1,6 @@
 package main
 
 import (
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/x509"
-	"crypto/x509/pkix"
-	"encoding/pem"
-	"math/big"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -18,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/integration/oci"
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -28,7 +22,7 @@ func benchTrust(b *bench) {
 	if b.short {
 		starts, rounds = 10, 2
 	}
-	s := &trustScene{b: b, sluiced: oci.NewSluiced(b.tb, b.tb.TempDir(), filepath.Join(b.bin, "sluice"), b.newCA())}
+	s := &trustScene{b: b, sluiced: oci.NewSluiced(b.tb, b.tb.TempDir(), filepath.Join(b.bin, "sluice"), pki.NewCA("The proxy's CA").Cert)}
 	java := oci.Image{Layers: []string{s.debian()}}
 	pemAlone := oci.Image{Layers: []string{b.hiding("etc/ssl/certs/java"), s.debian()}}
 	for _, c := range []struct {
@@ -117,18 +111,4 @@ func (s *trustScene) start(image oci.Image, count int, adjusted bool) (ms, cpu f
 		}
 	})
 	return ms, cpu
-}
-
-// newCA makes a CA.
-func (b *bench) newCA() []byte {
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	b.tb.must(err, "the CA's key")
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "The proxy's CA"}, IsCA: true,
-		NotBefore: time.Now(), NotAfter: time.Now().AddDate(1, 0, 0), BasicConstraintsValid: true,
-		KeyUsage: x509.KeyUsageCertSign,
-	}
-	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
-	b.tb.must(err, "the CA")
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
 }

@@ -1,17 +1,10 @@
 package dockertls
 
 import (
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/tls"
-	"crypto/x509"
-	"crypto/x509/pkix"
-	"encoding/pem"
 	"fmt"
 	"io"
 	"log"
-	"math/big"
 	"net"
 	"net/http"
 	"os"
@@ -22,6 +15,7 @@ import (
 	"time"
 
 	"github.com/sluice-cni/sluice/integration/oci"
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
@@ -73,10 +67,11 @@ func newScene(t *testing.T) *scene {
 // serve serves the registry, and a page by any other name, and writes the world's CA to a file.
 func (s *scene) serve(roots string) {
 	s.t.Helper()
-	certificate, ca := certify(s.t)
-	must(s.t, os.WriteFile(roots, ca, 0o600))
+	ca := pki.NewCA(worldCA)
+	certificate := ca.Server("example.test", []string{"*.example.test"}, nil).TLS()
+	must(s.t, os.WriteFile(roots, ca.Cert, 0o600))
 	files := program(s.t, curl)
-	files[store] = ca
+	files[store] = ca.Cert
 	r := newRegistry(s.t, files)
 	handler := func(w http.ResponseWriter, request *http.Request) {
 		if request.Host == registryName {
@@ -91,29 +86,6 @@ func (s *scene) serve(roots string) {
 	listener := s.node.World.Listen(net.JoinHostPort(testbed.WorldIPv4, "443"))
 	config := &tls.Config{Certificates: []tls.Certificate{certificate}}
 	go func() { _ = server.Serve(tls.NewListener(listener, config)) }() // ends with the listener
-}
-
-// certify makes a certificate for the servers of the world, and returns the CA behind it.
-func certify(t *testing.T) (tls.Certificate, []byte) {
-	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	must(t, err)
-	ca := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: worldCA}, SubjectKeyId: []byte{1},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
-		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
-	}
-	leaf := &x509.Certificate{
-		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: "example.test"},
-		DNSNames: []string{"*.example.test"}, NotBefore: ca.NotBefore, NotAfter: ca.NotAfter,
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
-	}
-	caDER, err := x509.CreateCertificate(rand.Reader, ca, ca, &key.PublicKey, key)
-	must(t, err)
-	leafDER, err := x509.CreateCertificate(rand.Reader, leaf, ca, &key.PublicKey, key)
-	must(t, err)
-	return tls.Certificate{Certificate: [][]byte{leafDER}, PrivateKey: key},
-		pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: caDER})
 }
 
 // startDocker adds a pod whose container is dockerd, with annotations.

@@ -2,104 +2,43 @@ package mitmproxy
 
 import (
 	"bytes"
-	"crypto"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/tls"
 	"crypto/x509"
-	"crypto/x509/pkix"
-	"encoding/pem"
 	"errors"
 	"fmt"
-	"math/big"
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
-	"time"
 
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// root is a CA that signs the intermediate CAs of mitmproxy.
-type root struct {
-	certificate *x509.Certificate
-	key         crypto.Signer
-	issued      int64
-}
-
-func newRoot() (*root, error) {
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		return nil, err
-	}
-	template := authority("root", 1)
-	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
-	if err != nil {
-		return nil, err
-	}
-	certificate, err := x509.ParseCertificate(der)
-	return &root{certificate, key, 1}, err
-}
-
-// authority is the template of a CA. Go makes its Subject Key Identifier by another method than mitmproxy up to 12.1.
-func authority(name string, serial int64) *x509.Certificate {
-	return &x509.Certificate{
-		SerialNumber: big.NewInt(serial), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
-		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageCRLSign,
-	}
-}
-
-// issue makes an intermediate CA, as mitmproxy reads it: its key, its certificate, and the root's.
-func (r *root) issue(name string) ([]byte, error) {
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		return nil, err
-	}
-	r.issued++
-	der, err := x509.CreateCertificate(rand.Reader, authority(name, r.issued), r.certificate, key.Public(), r.key)
-	if err != nil {
-		return nil, err
-	}
-	encoded, err := x509.MarshalPKCS8PrivateKey(key)
-	if err != nil {
-		return nil, err
-	}
-	var out bytes.Buffer
-	err = errors.Join(
-		pem.Encode(&out, &pem.Block{Type: "PRIVATE KEY", Bytes: encoded}),
-		pem.Encode(&out, &pem.Block{Type: "CERTIFICATE", Bytes: der}),
-		pem.Encode(&out, &pem.Block{Type: "CERTIFICATE", Bytes: r.certificate.Raw}),
-	)
-	return out.Bytes(), err
+// intermediate issues an intermediate CA, as mitmproxy reads it: its key, its certificate, and the root's. Its
+// Subject Key Identifier is made by another method than that of mitmproxy up to 12.1.
+func intermediate(root pki.CA, name string) []byte {
+	ca := root.Intermediate(name)
+	return slices.Concat(ca.Key, ca.Cert, root.Cert)
 }
 
 // newSceneWithRoot makes a scene in which mitmproxy has an intermediate CA, and the pod trusts its root.
-func newSceneWithRoot(t *testing.T, version, mode, name string) (*scene, *root, error) {
+func newSceneWithRoot(t *testing.T, version, mode, name string) (*scene, pki.CA, error) {
 	t.Helper()
-	r, err := newRoot()
-	if err != nil {
-		return nil, nil, err
-	}
+	root := pki.NewCA("root")
 	s := newScene(t, version, mode)
-	content, err := r.issue(name)
-	if err != nil {
-		return nil, nil, err
-	}
-	trusted := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: r.certificate.Raw})
 	if err := errors.Join(
-		os.Mkdir(testbed.Confdir(s.node), 0o700), replaceCA(s, content),
-		os.WriteFile(filepath.Join(testbed.Confdir(s.node), "mitmproxy-ca-cert.pem"), trusted, 0o600),
+		os.Mkdir(testbed.Confdir(s.node), 0o700), replaceCA(s, intermediate(root, name)),
+		os.WriteFile(filepath.Join(testbed.Confdir(s.node), "mitmproxy-ca-cert.pem"), root.Cert, 0o600),
 	); err != nil {
-		return nil, nil, err
+		return nil, root, err
 	}
 	s.complete(t)
 	web{tellRequest, true}.serve(t.Context(), s.node.World, secureAddress, s.serverTLS)
-	return s, r, nil
+	return s, root, nil
 }
 
 // caFile is where mitmproxy has its CA.
@@ -112,12 +51,12 @@ func replaceCA(s *scene, content []byte) error {
 
 // changeCA gives mitmproxy one intermediate CA after the other under traffic. No connection may fail.
 func changeCA(t *testing.T, version, mode string) error {
-	s, r, err := newSceneWithRoot(t, version, mode, "intermediate 0")
+	s, root, err := newSceneWithRoot(t, version, mode, "intermediate 0")
 	if err != nil {
 		return err
 	}
 	trusted := x509.NewCertPool()
-	trusted.AddCert(r.certificate)
+	trusted.AddCert(root.Certificate)
 	var issuer atomic.Value
 	issuer.Store("")
 	c := &trusting{scene: s}
@@ -139,10 +78,8 @@ func changeCA(t *testing.T, version, mode string) error {
 	errs := served("intermediate 0")
 	for i := range 6 {
 		name := fmt.Sprint("intermediate ", i+1)
-		content, err := r.issue(name)
-		if err != nil {
-			return err
-		}
+		content := intermediate(root, name)
+		var err error
 		switch i % 3 {
 		case 0:
 			err = replaceCA(s, content)

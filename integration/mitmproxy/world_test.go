@@ -1,15 +1,8 @@
 package mitmproxy
 
 import (
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/tls"
-	"crypto/x509"
-	"crypto/x509/pkix"
-	"encoding/pem"
 	"fmt"
-	"math/big"
 	"net"
 	"net/http"
 	"os"
@@ -17,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
@@ -78,32 +72,9 @@ func tellFirstBytes(c net.Conn) {
 // certify makes a certificate for site, and writes the CA behind it to a file.
 func certify(t *testing.T, caFile string) tls.Certificate {
 	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
+	ca := pki.NewCA(worldCA)
+	if err := os.WriteFile(caFile, ca.Cert, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	ca := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: worldCA}, SubjectKeyId: []byte{1},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
-		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
-	}
-	leaf := &x509.Certificate{
-		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: site}, DNSNames: []string{site, "*.example.test"},
-		IPAddresses: []net.IP{net.ParseIP(testbed.WorldIPv4)},
-		NotBefore:   ca.NotBefore, NotAfter: ca.NotAfter,
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
-	}
-	caDER, err := x509.CreateCertificate(rand.Reader, ca, ca, &key.PublicKey, key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	leafDER, err := x509.CreateCertificate(rand.Reader, leaf, ca, &key.PublicKey, key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	caPEM := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: caDER})
-	if err := os.WriteFile(caFile, caPEM, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	return tls.Certificate{Certificate: [][]byte{leafDER}, PrivateKey: key}
+	return ca.Server(site, []string{site, "*.example.test"}, []net.IP{net.ParseIP(testbed.WorldIPv4)}).TLS()
 }

@@ -51,11 +51,13 @@ func (s *Sluiced) Adjustment(c *Container) *api.ContainerAdjustment {
 	})
 }
 
-// Repair repairs a container that runs, and returns the report.
-func (s *Sluiced) Repair(c *Container) truststore.Report {
+// Repair repairs a container that runs, with more arguments, and returns the report.
+func (s *Sluiced) Repair(c *Container, args ...string) truststore.Report {
 	s.tb.Helper()
-	cmd := exec.Command(s.plugin, "ca-repair", "--pid", strconv.Itoa(c.PID()), "--container", c.ID,
-		"--ca", filepath.Join(s.dir, "trust", "ca.pem"), "--report", s.report(c), "--bundle", trust.BundlePath)
+	cmd := exec.Command(s.plugin, append([]string{
+		"ca-repair", "--pid", strconv.Itoa(c.PID()), "--container", c.ID, "--report", s.report(c),
+		"--ca", filepath.Join(s.dir, "trust", "ca.pem"), "--bundle", trust.BundlePath,
+	}, args...)...)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		s.tb.Fatalf("repairing the container: %v\n%s", err, out)
 	}

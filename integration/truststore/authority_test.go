@@ -3,16 +3,9 @@ package truststore
 import (
 	"archive/zip"
 	"bytes"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/tls"
-	"crypto/x509"
-	"crypto/x509/pkix"
-	"encoding/pem"
 	"fmt"
 	"log"
-	"math/big"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -20,8 +13,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
@@ -36,10 +29,9 @@ type authority struct {
 func newAuthority(t *testing.T) authority {
 	t.Helper()
 	testbed.Run(t, "ip", "link", "set", "lo", "up")
-	caKey, ca := issue(t, "The proxy's CA", nil, nil)
-	key, leaf := issue(t, "localhost", caKey, ca)
+	ca := pki.NewCA("The proxy's CA")
 	server := httptest.NewUnstartedServer(http.HandlerFunc(serve))
-	server.TLS = &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{leaf.Raw}, PrivateKey: key}}}
+	server.TLS = &tls.Config{Certificates: []tls.Certificate{ca.Server("localhost", []string{"localhost"}, nil).TLS()}}
 	refusals := &refusals{open: map[net.Conn]bool{}}
 	server.Config.ErrorLog, server.Config.ConnState = log.New(refusals, "", 0), refusals.follow
 	server.StartTLS()
@@ -49,7 +41,7 @@ func newAuthority(t *testing.T) authority {
 		t.Fatal(err)
 	}
 	return authority{
-		pem: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: ca.Raw}),
+		pem: ca.Cert,
 		url: "https://localhost:" + port + "/", refusals: refusals,
 	}
 }
@@ -138,34 +130,3 @@ var wheel = sync.OnceValue(func() []byte {
 	}
 	return data.Bytes()
 })
-
-// issue makes a certificate: one of a CA if there is no issuer, or else one of a server.
-func issue(
-	t *testing.T, name string, by *ecdsa.PrivateKey, issuer *x509.Certificate,
-) (*ecdsa.PrivateKey, *x509.Certificate) {
-	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		t.Fatal(err)
-	}
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
-		DNSNames: []string{name}, BasicConstraintsValid: true,
-	}
-	if issuer == nil {
-		template.IsCA, template.DNSNames, template.ExtKeyUsage = true, nil, nil
-		template.KeyUsage = x509.KeyUsageCertSign | x509.KeyUsageCRLSign
-		by, issuer = key, template
-	}
-	der, err := x509.CreateCertificate(rand.Reader, template, issuer, &key.PublicKey, by)
-	if err != nil {
-		t.Fatal(err)
-	}
-	parsed, err := x509.ParseCertificate(der)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return key, parsed
-}

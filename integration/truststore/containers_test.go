@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/opencontainers/runtime-spec/specs-go"
+
 	"github.com/sluice-cni/sluice/integration/oci"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/truststore"
@@ -63,6 +65,41 @@ func TestRestricted(t *testing.T) {
 			}
 			wantTrust(t, c, ca)
 		})
+	}
+}
+
+// TestSmallMemory: the hook runs in the container's cgroup, and is content with 8 MiB.
+func TestSmallMemory(t *testing.T) {
+	sluiced := newSluiced(t, newAuthority(t))
+	c := oci.New(t, oci.Machine(t), "/bin/sleep", "60")
+	limit := int64(8 << 20)
+	c.Spec.Linux.Resources = &specs.LinuxResources{Memory: &specs.LinuxMemory{Limit: &limit, Swap: &limit}}
+	adjust(sluiced, c, modes[0])
+	c.Start()
+	if report := sluiced.Report(c); report.State != truststore.Trusted {
+		t.Errorf("got %s", summary(report))
+	}
+}
+
+// TestLateRepair: a repair is late if it changes a store that programs may have read, and stays late.
+func TestLateRepair(t *testing.T) {
+	sluiced := newSluiced(t, newAuthority(t))
+	for _, test := range []struct {
+		name string
+		mode int
+		late bool
+	}{{"with the hook", 0, false}, {"without", 2, true}} {
+		c := newIdle(t, oci.Machine(t))
+		adjust(sluiced, c, modes[test.mode])
+		c.Start()
+		for range 2 {
+			if report := sluiced.Repair(c, "--late"); report.Late != test.late || report.State != truststore.Trusted {
+				t.Errorf("%s: got %+v, want late: %t", test.name, report, test.late)
+			}
+		}
+		if report := sluiced.Repair(c); report.Late {
+			t.Errorf("%s: got %+v of a repair in time", test.name, report)
+		}
 	}
 }
 

@@ -2,7 +2,6 @@ package truststore
 
 import (
 	"bytes"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"os"
@@ -13,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
@@ -92,15 +92,14 @@ func TestFallbackBundle(t *testing.T) {
 	if report.State != truststore.Trusted || len(report.CA) != 1 {
 		t.Errorf("got %+v", report)
 	}
-	_, company := issue(t, "The company's CA", nil, nil)
-	companyPEM := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: company.Raw})
-	c.write("/usr/local/share/ca-certificates/company.crt", string(companyPEM))
+	company := pki.NewCA("The company's CA").Cert
+	c.write("/usr/local/share/ca-certificates/company.crt", string(company))
 	if out, err := c.command(nil, "update-ca-certificates").CombinedOutput(); err != nil {
 		t.Fatalf("update-ca-certificates: %v\n%s", err, out)
 	}
 	got, err := c.command(nil, "cat", fallback).Output()
 	c.must(err)
-	if !bytes.Contains(got, companyPEM) || !bytes.Contains(got, ca.pem) || bytes.Count(got, []byte("BEGIN")) < 50 {
+	if !bytes.Contains(got, company) || !bytes.Contains(got, ca.pem) || bytes.Count(got, []byte("BEGIN")) < 50 {
 		t.Errorf("the fallback lacks the user's CA, the proxy's or the image's: %d bytes", len(got))
 	}
 }

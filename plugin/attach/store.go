@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/sluice-cni/sluice/plugin/files"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
 
@@ -28,6 +29,9 @@ func (s Store) path(id ID) string {
 	return filepath.Join(s.dir, id.ContainerID+":"+id.IfName+recordSuffix)
 }
 
+// temporary is the pattern of the paths of files that are being written.
+func (s Store) temporary() string { return filepath.Join(s.dir, "new-*.tmp") }
+
 // Write makes or replaces the record of r.ID.
 func (s Store) Write(r Record) error {
 	if err := s.write(r); err != nil {
@@ -44,18 +48,7 @@ func (s Store) write(r Record) error {
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return err
 	}
-	tmp, err := os.CreateTemp(s.dir, "new-*.tmp")
-	if err != nil {
-		return err
-	}
-	_, werr := tmp.Write(data)
-	if err := errors.Join(werr, tmp.Close()); err != nil {
-		return errors.Join(err, os.Remove(tmp.Name()))
-	}
-	if err := os.Rename(tmp.Name(), s.path(r.ID)); err != nil {
-		return errors.Join(err, os.Remove(tmp.Name()))
-	}
-	return nil
+	return files.Replace(s.path(r.ID), data, 0o600, s.temporary())
 }
 
 // Writable reports why a record could not be written.
@@ -63,7 +56,7 @@ func (s Store) Writable() error {
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return err
 	}
-	tmp, err := os.CreateTemp(s.dir, "new-*.tmp")
+	tmp, err := os.CreateTemp(s.dir, filepath.Base(s.temporary()))
 	if err != nil {
 		return err
 	}
@@ -166,7 +159,7 @@ func (s Store) list(prefix string) ([]Record, error) {
 
 // Sweep removes temporary files older than age: writers that were killed left them.
 func (s Store) Sweep(age time.Duration) error {
-	leftovers, err := filepath.Glob(filepath.Join(s.dir, "new-*.tmp"))
+	leftovers, err := filepath.Glob(s.temporary())
 	if err != nil {
 		return err
 	}

@@ -14,6 +14,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/pki"
 )
 
 const (
@@ -24,7 +26,7 @@ const (
 )
 
 func TestLayouts(t *testing.T) {
-	image := string(caNamed(t, "image"))
+	image := string(pki.NewCA("image").Cert)
 	for _, test := range []struct {
 		name  string
 		files map[string]string
@@ -116,7 +118,7 @@ func TestLayouts(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			root := tree(t, test.files)
-			ca := caNamed(t, "proxy")
+			ca := pki.NewCA("proxy").Cert
 			report := add(t, root, ca)
 			wantState(t, report, test.state)
 			if len(report.Stores) != len(test.want) {
@@ -140,7 +142,7 @@ func TestLayouts(t *testing.T) {
 }
 
 func TestRotation(t *testing.T) {
-	image, first, second := caNamed(t, "image"), caNamed(t, "root 1"), caNamed(t, "root 2")
+	image, first, second := pki.NewCA("image").Cert, pki.NewCA("root 1").Cert, pki.NewCA("root 2").Cert
 	root := tree(t, map[string]string{
 		debianBundle: string(image), certs + "/11112222.0": string(image), debianAnchor + "/": "",
 	})
@@ -158,7 +160,7 @@ func TestRotation(t *testing.T) {
 
 // TestRotationOfAnUnmarkedCopy: update-ca-trust copies an anchor into its bundles without the marker.
 func TestRotationOfAnUnmarkedCopy(t *testing.T) {
-	image, first, second := caNamed(t, "image"), caNamed(t, "root 1"), caNamed(t, "root 2")
+	image, first, second := pki.NewCA("image").Cert, pki.NewCA("root 1").Cert, pki.NewCA("root 2").Cert
 	root := tree(t, map[string]string{rhelBundle: string(image), rhelAnchor + "/": ""})
 	add(t, root, first)
 	extracted := append(bytes.Clone(image), first...)
@@ -172,7 +174,7 @@ func TestRotationOfAnUnmarkedCopy(t *testing.T) {
 // TestRotationOfOneSubject: certificates of one subject have one hash, and OpenSSL stops at the first missing number.
 func TestRotationOfOneSubject(t *testing.T) {
 	name := pkix.Name{CommonName: "mitmproxy", Organization: []string{"mitmproxy"}}
-	first, second, third := newCA(t, name), newCA(t, name), newCA(t, name)
+	first, second, third := pki.NewCAOf(name).Cert, pki.NewCAOf(name).Cert, pki.NewCAOf(name).Cert
 	root := tree(t, map[string]string{certs + "/11112222.0": ""})
 	parsed, err := parseCA(first)
 	if err != nil {
@@ -192,7 +194,7 @@ func TestRotationOfOneSubject(t *testing.T) {
 
 func TestOwnerModeAttributesAndLinksStay(t *testing.T) {
 	root := tree(t, map[string]string{
-		"/usr/share/store/bundle.pem": string(caNamed(t, "image")),
+		"/usr/share/store/bundle.pem": string(pki.NewCA("image").Cert),
 		debianBundle:                  "-> ../../../usr/share/store/bundle.pem",
 	})
 	file := filepath.Join(root, "/usr/share/store/bundle.pem")
@@ -205,7 +207,7 @@ func TestOwnerModeAttributesAndLinksStay(t *testing.T) {
 	if err := unix.Setxattr(file, "user.note", []byte("kept"), 0); err != nil {
 		t.Fatal(err)
 	}
-	wantAction(t, add(t, root, caNamed(t, "proxy")), debianBundle, Appended)
+	wantAction(t, add(t, root, pki.NewCA("proxy").Cert), debianBundle, Appended)
 	target, err := os.Readlink(filepath.Join(root, debianBundle))
 	if err != nil || !strings.HasSuffix(target, "bundle.pem") {
 		t.Errorf("the link: got %q, %v", target, err)
@@ -225,7 +227,7 @@ func TestOwnerModeAttributesAndLinksStay(t *testing.T) {
 }
 
 func TestReadOnlyRoot(t *testing.T) {
-	image, first, second := caNamed(t, "image"), caNamed(t, "root 1"), caNamed(t, "root 2")
+	image, first, second := pki.NewCA("image").Cert, pki.NewCA("root 1").Cert, pki.NewCA("root 2").Cert
 	root := tree(t, map[string]string{
 		debianBundle: string(image), certs + "/11112222.0": "-> image.pem", certs + "/image.pem": string(image),
 		certs + "/java/other": "x", rhelBundle: string(image),
@@ -268,7 +270,7 @@ func unmountAll(t testing.TB, root string, paths ...string) {
 }
 
 func TestVolumeIsNotWritten(t *testing.T) {
-	image, ca := caNamed(t, "image"), caNamed(t, "proxy")
+	image, ca := pki.NewCA("image").Cert, pki.NewCA("proxy").Cert
 	volume := tree(t, map[string]string{"tls-ca-bundle.pem": string(image)})
 	packages := tree(t, map[string]string{"site-packages/certifi/cacert.pem": string(image)})
 	root := tree(t, map[string]string{
@@ -291,6 +293,73 @@ func TestVolumeIsNotWritten(t *testing.T) {
 	}
 }
 
+// TestChangingVolume: kubelet exchanges the files of a volume, and the next run adds the CA again.
+func TestChangingVolume(t *testing.T) {
+	image, company, ca := pki.NewCA("image").Cert, pki.NewCA("company").Cert, pki.NewCA("proxy").Cert
+	volume := tree(t, map[string]string{
+		"..1/ca-certificates.crt": string(image), "..2/ca-certificates.crt": string(image) + string(company),
+		"..data": "-> ..1", "ca-certificates.crt": "-> ..data/ca-certificates.crt",
+	})
+	root := tree(t, map[string]string{"/etc/ssl/certs/": "", rhelBundle: string(image)})
+	mount(t, volume, filepath.Join(root, "/etc/ssl/certs"), "", unix.MS_BIND, "")
+	for i, want := range [][][]byte{{image, ca}, {image, company, ca}} {
+		for _, action := range []Action{Bound, Present} {
+			report := add(t, root, ca)
+			wantAction(t, report, debianBundle, action)
+			if !report.store(t, debianBundle).Changing || report.store(t, rhelBundle).Changing {
+				t.Errorf("got %+v, want the bundle in the volume alone to change", report)
+			}
+		}
+		wantCertificates(t, read(t, root, debianBundle), want...)
+		if i == 0 {
+			if err := errors.Join(os.Symlink("..2", filepath.Join(volume, "..next")),
+				os.Rename(filepath.Join(volume, "..next"), filepath.Join(volume, "..data"))); err != nil {
+				t.Fatal(err)
+			}
+			wantCertificates(t, read(t, root, debianBundle), image, company)
+		}
+	}
+	unmountAll(t, root, "/etc/ssl/certs/..1/ca-certificates.crt")
+	unmountAll(t, root, "/etc/ssl/certs/..2/ca-certificates.crt")
+}
+
+// TestNamed: stores that the container's own variables name.
+func TestNamed(t *testing.T) {
+	image, ca := pki.NewCA("image").Cert, pki.NewCA("proxy").Cert
+	for _, test := range []struct {
+		name, path string
+		action     Action
+		state      State
+	}{
+		{"a bundle", "/opt/ca.pem", Appended, Trusted},
+		{"an empty bundle", "/opt/empty.pem", Appended, Trusted},
+		{"a directory", "/opt/certs", Appended, Trusted},
+		{"a directory without hashed names", "/opt", Failed, FilesOnly},
+		{"nothing", "/opt/missing.pem", Failed, FilesOnly},
+		{"a relative path", "opt/ca.pem", Failed, FilesOnly},
+		{"a device", "/dev/null", Failed, FilesOnly},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			root := tree(t, map[string]string{
+				debianBundle: string(image), "/opt/ca.pem": string(image), "/opt/empty.pem": "",
+				"/opt/certs/11112222.0": string(image), "/dev/": "",
+			})
+			if err := unix.Mknod(filepath.Join(root, "/dev/null"), unix.S_IFCHR, int(unix.Mkdev(1, 3))); err != nil {
+				t.Fatal(err)
+			}
+			report := addWith(t, root, ca, Options{Named: []string{test.path}})
+			wantAction(t, report, test.path, test.action)
+			wantState(t, report, test.state)
+		})
+	}
+	root := tree(t, map[string]string{debianBundle: string(image)})
+	report := addWith(t, root, ca, Options{Named: []string{debianBundle}})
+	wantState(t, report, Trusted)
+	if len(report.Stores) != 1 {
+		t.Errorf("a store that is found and named: got %+v, want it once", report.Stores)
+	}
+}
+
 // withFallback mounts a folder with a fallback, as the runtime does, and returns the options for it.
 func withFallback(t *testing.T, root, contents string) Options {
 	t.Helper()
@@ -302,7 +371,7 @@ func withFallback(t *testing.T, root, contents string) Options {
 }
 
 func TestFallback(t *testing.T) {
-	image, ca, company := caNamed(t, "image"), caNamed(t, "proxy"), caNamed(t, "company")
+	image, ca, company := pki.NewCA("image").Cert, pki.NewCA("proxy").Cert, pki.NewCA("company").Cert
 	roots := string(image) + string(ca)
 	folder := map[string]string{"/.sluice-ca/": ""}
 	withBundle := map[string]string{"/.sluice-ca/": "", debianBundle: string(image)}
@@ -448,7 +517,7 @@ func TestFallback(t *testing.T) {
 
 // TestEnter: a store on a read-only root of another mount namespace is bound there.
 func TestEnter(t *testing.T) {
-	image, first, second := caNamed(t, "image"), caNamed(t, "root 1"), caNamed(t, "root 2")
+	image, first, second := pki.NewCA("image").Cert, pki.NewCA("root 1").Cert, pki.NewCA("root 2").Cert
 	root := tree(t, map[string]string{debianBundle: string(image)})
 	readOnly(t, root)
 	cmd := exec.Command("/bin/sleep", "1000")
@@ -494,10 +563,10 @@ func TestEnter(t *testing.T) {
 
 // TestPresentInTheImage: a CA that the image has is neither added nor, later, removed.
 func TestPresentInTheImage(t *testing.T) {
-	ca := caNamed(t, "proxy")
+	ca := pki.NewCA("proxy").Cert
 	root := tree(t, map[string]string{debianBundle: string(ca)})
 	wantAction(t, add(t, root, ca), debianBundle, Present)
-	other := caNamed(t, "other")
+	other := pki.NewCA("other").Cert
 	add(t, root, other)
 	wantCertificates(t, read(t, root, debianBundle), ca, other)
 }

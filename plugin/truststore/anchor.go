@@ -41,7 +41,7 @@ func (r *run) addAnchors() {
 	for _, a := range anchors {
 		action, err := r.addAnchor(a)
 		if action != "" || err != nil {
-			r.note(a.folder, Anchor, action, err)
+			r.note(Store{Path: a.folder, Kind: Anchor, Action: action}, err)
 		}
 	}
 }

@@ -22,22 +22,23 @@ const (
 	pemExtension = ".pem"
 )
 
-// addDirectory adds to a hashed directory. A folder without hashed names is no store.
-func (r *run) addDirectory(path string) {
+// addDirectory adds to a hashed directory, and reports whether it is one. A folder without hashed names is no store.
+func (r *run) addDirectory(path string) bool {
 	dir, err := r.root.openFolder(path)
 	if isAbsent(err) {
-		return
+		return false
 	}
 	var action Action
 	if err == nil {
 		defer func() { _ = dir.Close() }() // its files are closed
 		files, hashed := hashedNames(dir)
 		if !hashed {
-			return
+			return false
 		}
 		action, err = r.updateDirectory(dir, files)
 	}
-	r.note(path, Directory, action, err)
+	r.note(Store{Path: path, Kind: Directory, Action: action}, err)
+	return true
 }
 
 // hashedNames returns the names of our files in a folder, and whether it has a name such as 5ad8a5d6.0.

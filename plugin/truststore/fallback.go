@@ -17,7 +17,7 @@ import (
 // link leads to the bundle by name, so certificates that update-ca-certificates adds later are in it.
 func (r *run) addFallback(ctx context.Context, own *place) {
 	action, err := r.tryFallback(ctx, own)
-	r.note(r.options.Fallback, Fallback, action, err)
+	r.note(Store{Path: r.options.Fallback, Kind: Fallback, Action: action}, err)
 }
 
 func (r *run) tryFallback(ctx context.Context, own *place) (Action, error) {
@@ -73,7 +73,7 @@ func (r *root) bundleToMake() string {
 func (r *run) linkBundle() {
 	name := r.root.bundleToMake()
 	action, err := r.root.makeLink(name, r.options.Fallback)
-	r.note(name, Bundle, action, err)
+	r.note(Store{Path: name, Kind: Bundle, Action: action}, err)
 }
 
 // makeLink makes a link in the container's own layer.

@@ -7,6 +7,8 @@ import (
 	"os/exec"
 	"strings"
 	"testing"
+
+	"github.com/sluice-cni/sluice/integration/pki"
 )
 
 // TestSubjectHash compares with openssl.
@@ -33,7 +35,7 @@ func TestSubjectHash(t *testing.T) {
 	}
 	for name, subject := range names {
 		t.Run(name, func(t *testing.T) {
-			ca := newCA(t, subject)
+			ca := pki.NewCAOf(subject).Cert
 			cmd := exec.Command("openssl", "x509", "-noout", "-subject_hash")
 			cmd.Stdin = strings.NewReader(string(ca))
 			out, err := cmd.Output()

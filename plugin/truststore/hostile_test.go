@@ -16,11 +16,13 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/pki"
 )
 
 // TestHostileFiles: the store cannot be used, the run ends, and the other stores get the CA.
 func TestHostileFiles(t *testing.T) {
-	image := string(caNamed(t, "image"))
+	image := string(pki.NewCA("image").Cert)
 	at := func(root, path string) string { return filepath.Join(root, path) }
 	for _, test := range []struct {
 		name  string
@@ -71,7 +73,7 @@ func TestHostileFiles(t *testing.T) {
 			if err := test.make(t, at(root, debianBundle), root); err != nil {
 				t.Fatal(err)
 			}
-			ca := caNamed(t, "proxy")
+			ca := pki.NewCA("proxy").Cert
 			report := add(t, root, ca)
 			wantState(t, report, FilesOnly)
 			wantAction(t, report, debianBundle, Failed)
@@ -88,7 +90,8 @@ func TestHostileFiles(t *testing.T) {
 
 // TestNothingOutside: a root whose links all lead out changes nothing out there.
 func TestNothingOutside(t *testing.T) {
-	image := string(caNamed(t, "image"))
+	ca := pki.NewCA("proxy").Cert
+	image := string(pki.NewCA("image").Cert) + string(ca) // a store that is read is reported as one that has the CA
 	outside := tree(t, map[string]string{
 		"bundle.pem": image, "certs/11112222.0": image, "anchors/a.crt": image,
 		"cacerts":                          string(testFile(t, "trusted.jks")),
@@ -104,7 +107,7 @@ func TestNothingOutside(t *testing.T) {
 		"/usr/lib/jvm/a/lib/security": "-> " + outside, "/run/bundle.pem": "-> " + outside + "/bundle.pem",
 	})
 	before := snapshot(t, outside)
-	report := addWith(t, root, caNamed(t, "proxy"), Options{Fallback: "/run/bundle.pem"})
+	report := addWith(t, root, ca, Options{Fallback: "/run/bundle.pem", Named: []string{outside + "/bundle.pem"}})
 	if report.Error != "" {
 		t.Errorf("got %+v", report)
 	}
@@ -112,7 +115,7 @@ func TestNothingOutside(t *testing.T) {
 		t.Errorf("outside of the root:\ngot  %v\nwant %v", after, before)
 	}
 	for _, s := range report.Stores {
-		if s.Action == Appended && s.Kind != Anchor || s.Action == Bound {
+		if s.Action == Appended && s.Kind != Anchor || s.Action == Bound || s.Action == Present {
 			t.Errorf("a store outside of the root: %+v", s)
 		}
 	}
@@ -144,7 +147,7 @@ func snapshot(t *testing.T, folder string) []string {
 
 // TestNoSpace: a store on a full file system is mounted over, and nothing is left of the attempt to write it.
 func TestNoSpace(t *testing.T) {
-	image, ca := caNamed(t, "image"), caNamed(t, "proxy")
+	image, ca := pki.NewCA("image").Cert, pki.NewCA("proxy").Cert
 	root := t.TempDir()
 	mount(t, "tmpfs", root, "tmpfs", 0, "size=64k")
 	for _, folder := range []string{"dev", certs} {
@@ -176,7 +179,7 @@ func TestNoSpace(t *testing.T) {
 }
 
 func TestImmutableFile(t *testing.T) {
-	image, ca := caNamed(t, "image"), caNamed(t, "proxy")
+	image, ca := pki.NewCA("image").Cert, pki.NewCA("proxy").Cert
 	root := tree(t, map[string]string{debianBundle: string(image), "/dev/": ""})
 	mount(t, "tmpfs", filepath.Join(root, "dev"), "tmpfs", 0, "")
 	f, err := os.Open(filepath.Join(root, debianBundle))
@@ -206,7 +209,7 @@ func setFlags(t *testing.T, f *os.File, flags int) {
 }
 
 func TestTenThousandCertificates(t *testing.T) {
-	image, ca := caNamed(t, "image"), caNamed(t, "proxy")
+	image, ca := pki.NewCA("image").Cert, pki.NewCA("proxy").Cert
 	root := tree(t, map[string]string{debianBundle: strings.Repeat(string(image), 10_000)})
 	wantState(t, add(t, root, ca), Trusted)
 	got := read(t, root, debianBundle)
@@ -223,14 +226,14 @@ func TestFolderWithTooManyEntries(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if report := add(t, root, caNamed(t, "proxy")); report.Error != "" {
+	if report := add(t, root, pki.NewCA("proxy").Cert); report.Error != "" {
 		t.Errorf("got %+v", report)
 	}
 }
 
 // TestSearch: folders of packages are found wherever people make them, and not in folders that have none.
 func TestSearch(t *testing.T) {
-	image := string(caNamed(t, "image"))
+	image := string(pki.NewCA("image").Cert)
 	files := map[string]string{
 		"/opt/conda/conda-meta/": "", "/opt/conda/envs/a/conda-meta/": "", "/srv/app/pyvenv.cfg": "",
 	}
@@ -277,7 +280,7 @@ func TestSearch(t *testing.T) {
 
 // TestMalformedKeystores: no prefix of a keystore and no changed byte does harm.
 func TestMalformedKeystores(t *testing.T) {
-	wanted, err := parseCA(caNamed(t, "proxy"))
+	wanted, err := parseCA(pki.NewCA("proxy").Cert)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -297,11 +300,11 @@ func TestMalformedKeystores(t *testing.T) {
 
 // TestContextEnds: with no time left the state is unknown, and no store is half written.
 func TestContextEnds(t *testing.T) {
-	image := string(caNamed(t, "image"))
+	image := string(pki.NewCA("image").Cert)
 	root := tree(t, map[string]string{debianBundle: image})
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	report := Add(ctx, root, caNamed(t, "proxy"), Options{})
+	report := Add(ctx, root, pki.NewCA("proxy").Cert, Options{})
 	wantState(t, report, Unknown)
 	if report.Error == "" {
 		t.Error("got no error")

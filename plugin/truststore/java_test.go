@@ -11,6 +11,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/sluice-cni/sluice/integration/pki"
 )
 
 const cacerts = "/etc/ssl/certs/java/cacerts"
@@ -38,7 +40,7 @@ func TestKeystores(t *testing.T) {
 			image := string(testFile(t, "image.pem"))
 			original := string(testFile(t, test.file))
 			root := tree(t, map[string]string{cacerts: original})
-			first, second := caNamed(t, "root 1"), caNamed(t, "root 2")
+			first, second := pki.NewCA("root 1").Cert, pki.NewCA("root 2").Cert
 			report := add(t, root, first)
 			if test.failed != "" {
 				wantAction(t, report, cacerts, Failed)
@@ -160,7 +162,7 @@ func FuzzKeystore(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	other, err := parseCA(caNamed(f, "other"))
+	other, err := parseCA(pki.NewCA("other").Cert)
 	if err != nil {
 		f.Fatal(err)
 	}

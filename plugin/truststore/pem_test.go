@@ -7,12 +7,14 @@ import (
 	"encoding/pem"
 	"strings"
 	"testing"
+
+	"github.com/sluice-cni/sluice/integration/pki"
 )
 
 func TestBundles(t *testing.T) {
-	image, ca := string(caNamed(t, "image")), string(caNamed(t, "proxy"))
+	image, ca := string(pki.NewCA("image").Cert), string(pki.NewCA("proxy").Cert)
 	marked := marker + "\n"
-	old := string(caNamed(t, "old"))
+	old := string(pki.NewCA("old").Cert)
 	for _, test := range []struct {
 		name, bundle, want string
 		failed             string
@@ -64,7 +66,7 @@ func FuzzBundle(f *testing.F) {
 	f.Add(image)
 	f.Add(append([]byte(marker+"\n"), image...))
 	f.Add([]byte(crlf(string(image)) + "# x\n" + pemBegin + "\nAAAA\n" + pemEnd))
-	wanted, err := parseCA(caNamed(f, "proxy"))
+	wanted, err := parseCA(pki.NewCA("proxy").Cert)
 	if err != nil {
 		f.Fatal(err)
 	}

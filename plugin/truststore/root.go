@@ -119,9 +119,14 @@ type location struct {
 // place is the place of a file, at the end of all symbolic links.
 type place struct {
 	location
-	path string   // by which it was found
-	dir  *os.File // O_PATH
+	path     string   // by which it was found
+	dir      *os.File // O_PATH
+	changing bool     // kubelet exchanges the file
 }
+
+// exchanged is the link in a volume of a ConfigMap, a Secret or the like that kubelet exchanges when the contents change
+// (AtomicWriter in k8s.io/kubernetes/pkg/volume/util).
+const exchanged = "..data"
 
 // close closes a descriptor that was only looked through. There may be no place.
 func (p *place) close() {
@@ -144,7 +149,11 @@ func (r *root) locate(name string) (*place, error) {
 		}
 		info, err := statAt(dir, base, 0)
 		if err == nil && info.Mode&unix.S_IFMT != unix.S_IFLNK {
-			return r.newPlace(name, dir, base)
+			p, err := r.newPlace(name, dir, base)
+			if err == nil {
+				p.changing = slices.Contains(strings.Split(folder, "/"), exchanged)
+			}
+			return p, err
 		}
 		if err == nil {
 			at, err = follow(dir, folder, base)

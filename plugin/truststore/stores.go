@@ -1,14 +1,20 @@
 package truststore
 
-// bundles are the paths of bundles in PEM: those of Go's crypto/x509 (root_linux.go), and those from which the
-// distributions link to them or which their OpenSSL reads by default.
-var bundles = []string{
+import "slices"
+
+// MachineBundles are the paths of the machine's bundle in PEM, in Go's order (crypto/x509, root_linux.go).
+var MachineBundles = []string{
 	debianBundle,              // Debian, Ubuntu, Gentoo, Alpine, Arch, distroless
 	fedoraBundle,              // Fedora, RHEL
 	"/etc/ssl/ca-bundle.pem",  // SUSE
 	"/etc/pki/tls/cacert.pem", // OpenELEC
 	"/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem", // RHEL 7 and later
-	"/etc/ssl/cert.pem",                      // Alpine's LibreSSL and OpenSSL
+	"/etc/ssl/cert.pem", // Alpine's LibreSSL and OpenSSL
+}
+
+// bundles are the paths of all bundles in PEM: also those from which the distributions link to the machine's, or which
+// their OpenSSL reads by default.
+var bundles = append(slices.Clip(MachineBundles),
 	"/etc/pki/tls/cert.pem",                  // RHEL's OpenSSL
 	"/etc/pki/tls/certs/ca-bundle.trust.crt", // RHEL's OpenSSL, with trust attributes
 	"/etc/pki/ca-trust/extracted/openssl/ca-bundle.trust.crt",
@@ -22,7 +28,7 @@ var bundles = []string{
 	"/opt/conda/ssl/cacert.pem",
 	"/opt/homebrew/etc/ca-certificates/cert.pem",
 	"/home/linuxbrew/.linuxbrew/etc/ca-certificates/cert.pem",
-}
+)
 
 const (
 	debianBundle = "/etc/ssl/certs/ca-certificates.crt"

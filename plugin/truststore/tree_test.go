@@ -2,14 +2,8 @@ package truststore
 
 import (
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/x509"
-	"crypto/x509/pkix"
 	"encoding/pem"
 	"io"
-	"math/big"
 	"os"
 	"path/filepath"
 	"strings"
@@ -18,33 +12,6 @@ import (
 
 	"golang.org/x/sys/unix"
 )
-
-// newCA makes a CA certificate in PEM.
-func newCA(t testing.TB, subject pkix.Name) []byte {
-	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		t.Fatal(err)
-	}
-	serial, err := rand.Int(rand.Reader, big.NewInt(1<<62))
-	if err != nil {
-		t.Fatal(err)
-	}
-	template := &x509.Certificate{
-		SerialNumber: serial, Subject: subject, NotBefore: time.Now().Add(-time.Hour),
-		NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true,
-	}
-	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
-}
-
-func caNamed(t testing.TB, name string) []byte {
-	t.Helper()
-	return newCA(t, pkix.Name{CommonName: name})
-}
 
 // tree makes a root from paths and contents. A content "-> X" is a symbolic link to X, a path with a slash at its end a
 // folder.

@@ -13,6 +13,7 @@
 //	certifi    a bundle that lies in a Python package                        certifi.go
 //	java       cacerts as JKS or PKCS12, written without Java                jks.go, pkcs12.go
 //	anchor     the folder that the distribution makes its stores from        anchor.go
+//	named      a bundle or a directory that a variable of the image or the pod names, such as SSL_CERT_FILE
 //
 // An NSS database (cert9.db) is SQLite with attributes that only NSS understands, and is not written. Where p11-kit
 // stands in for the NSS module with the roots, as in Fedora and RHEL, NSS reads the anchor.
@@ -59,6 +60,9 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Kind is the kind of a trust store.
@@ -73,6 +77,8 @@ const (
 	Anchor    Kind = "anchor"
 	// Fallback is the file that environment variables name (Options.Fallback).
 	Fallback Kind = "fallback"
+	// Named is a store that the container's own variables name (Options.Named).
+	Named Kind = "named"
 )
 
 // Action is the act by which a store came to its certificates, or did not.
@@ -107,7 +113,10 @@ type Store struct {
 	Path   string `json:"path"` // in the container; it may be a link to the store
 	Kind   Kind   `json:"kind"`
 	Action Action `json:"action"`
-	Error  string `json:"error,omitempty"`
+	// Changing is true for a store in a volume whose files kubelet exchanges, such as one of a ConfigMap. Its CA goes
+	// with the next exchange.
+	Changing bool   `json:"changing,omitempty"`
+	Error    string `json:"error,omitempty"`
 }
 
 // Report is the outcome of Add.
@@ -131,6 +140,8 @@ type Options struct {
 	// public roots and the CA. If the container has a bundle of its own, a link to the bundle takes the place of the
 	// file. The file must be the only one in its folder, which is mounted over.
 	Fallback string
+	// Named are paths of bundles and directories that the container's own environment variables name.
+	Named []string
 	// Enter, if it is not nil, moves the calling thread into the container's mount namespace, where mounts can be made.
 	// It is called when the root is open. The thread ends with the work.
 	Enter func() error
@@ -139,8 +150,8 @@ type Options struct {
 // Add makes the trust stores of the file system at rootPath contain the certificates in caPEM, and no others that an
 // earlier run added. Mounts are made in the mount namespace of the process.
 //
-// Add returns when ctx ends, also if a file system in the container hangs: the goroutine that works is then left
-// behind, so the caller should be a process of its own that ends.
+// Add returns within half a second after ctx has ended, also if a file system in the container hangs: the goroutine that
+// works is then left behind, so the caller should be a process of its own that ends.
 func Add(ctx context.Context, rootPath string, caPEM []byte, options Options) Report {
 	run := &run{options: options, report: Report{State: Unknown}}
 	done := make(chan struct{})
@@ -156,9 +167,16 @@ func Add(ctx context.Context, rootPath string, caPEM []byte, options Options) Re
 	case <-done:
 	case <-ctx.Done():
 		run.fail(fmt.Errorf("adding to the trust stores: %w", context.Cause(ctx)))
+		select {
+		case <-done: // with no temporary file left behind
+		case <-time.After(tidyTime):
+		}
 	}
 	return run.result()
 }
+
+// tidyTime is how long a run may take to give up at the end of its context.
+const tidyTime = 500 * time.Millisecond
 
 // run is one call of Add.
 type run struct {
@@ -209,6 +227,9 @@ func (r *run) add(ctx context.Context, rootPath string, caPEM []byte) (err error
 			p.close()
 		}
 	}
+	for _, path := range r.options.Named {
+		r.addNamed(ctx, path, seen)
+	}
 	for _, path := range r.root.expand(javaKeystores) {
 		r.addFile(ctx, path, Java, seen).close()
 	}
@@ -234,7 +255,9 @@ func (r *run) addFile(ctx context.Context, path string, kind Kind, seen map[loca
 		return nil
 	}
 	var action Action
+	changing := false
 	if err == nil {
+		changing = p.changing
 		if seen[p.location] {
 			p.close()
 			return nil
@@ -242,12 +265,36 @@ func (r *run) addFile(ctx context.Context, path string, kind Kind, seen map[loca
 		seen[p.location] = true
 		action, err = r.update(ctx, p, kind)
 	}
-	r.note(path, kind, action, err)
+	r.note(Store{Path: path, Kind: kind, Action: action, Changing: changing}, err)
 	if err != nil {
 		p.close()
 		return nil
 	}
 	return p
+}
+
+// addNamed adds to a store that a variable names. A client fails, or uses other roots, where there is none: so it is an
+// error here.
+func (r *run) addNamed(ctx context.Context, path string, seen map[location]bool) {
+	if !strings.HasPrefix(path, "/") {
+		r.note(Store{Path: path, Kind: Named}, errors.New("the path is not absolute"))
+		return
+	}
+	found, err := r.root.openat2(path, unix.O_PATH, 0)
+	if err != nil {
+		r.note(Store{Path: path, Kind: Named}, err)
+		return
+	}
+	info, err := statFD(found)
+	_ = found.Close() // only looked at
+	switch {
+	case err != nil:
+		r.note(Store{Path: path, Kind: Named}, err)
+	case info.Mode&unix.S_IFMT != unix.S_IFDIR:
+		r.addFile(ctx, path, Named, seen).close()
+	case !r.addDirectory(path):
+		r.note(Store{Path: path, Kind: Named}, errors.New("the directory has no names that are hashes"))
+	}
 }
 
 // update brings the store in a file up to date.
@@ -276,9 +323,8 @@ func (r *run) update(ctx context.Context, p *place, kind Kind) (Action, error) {
 	return r.root.replace(p, f, change)
 }
 
-// note adds a store to the report.
-func (r *run) note(path string, kind Kind, action Action, err error) {
-	store := Store{Path: path, Kind: kind, Action: action}
+// note adds a store to the report. With an error it has failed.
+func (r *run) note(store Store, err error) {
 	if err != nil {
 		store.Action, store.Error = Failed, err.Error()
 	}

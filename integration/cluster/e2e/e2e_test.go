@@ -8,10 +8,8 @@ import (
 	"time"
 
 	authv1 "k8s.io/api/authorization/v1"
-	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
-	"sigs.k8s.io/e2e-framework/klient/k8s/resources"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 	"sigs.k8s.io/e2e-framework/pkg/features"
 )
@@ -191,12 +189,7 @@ func rollout(ctx context.Context, t *testing.T, c *envconf.Config) {
 
 func withoutDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
 	placeDaemonSet(ctx, t, c, system, "sluice", false)
-	waitFor(ctx, t, "the daemon has ended", func() (bool, error) {
-		var pods corev1.PodList
-		daemons := resources.WithLabelSelector("app.kubernetes.io/name=sluice")
-		err := client(c).WithNamespace(system).List(ctx, &pods, daemons)
-		return len(pods.Items) == 0, err
-	})
+	waitForNoDaemon(ctx, t, c)
 	atServer, atProxy := serverRequests(ctx, t, c), proxyRequests(ctx, t, c)
 	script := "wget -q -O- " + urls(ctx, t, c)[0] + " && echo complete && sleep 86400"
 	for name, labels := range map[string]map[string]string{"early": capture, "early-plain": nil} {
@@ -281,7 +274,7 @@ func deletedPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 }
 
 func uninstall(ctx context.Context, t *testing.T, c *envconf.Config) {
-	name, err := only(ctx, c, system, "app.kubernetes.io/name=sluice")
+	name, err := only(ctx, c, system, daemonPods)
 	must(t, err)
 	_, err = inPod(ctx, c, system, name,
 		"sluiced", "uninstall", "--cni-conf-dir=/host/cni/net.d", "--cni-bin-dir=/host/cni/bin")

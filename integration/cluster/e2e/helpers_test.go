@@ -11,6 +11,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/kubernetes"
+	"sigs.k8s.io/e2e-framework/klient/k8s/resources"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
@@ -42,7 +43,7 @@ type daemonStatus struct {
 }
 
 func status(ctx context.Context, c *envconf.Config) (s daemonStatus, err error) {
-	name, err := only(ctx, c, system, "app.kubernetes.io/name=sluice")
+	name, err := only(ctx, c, system, daemonPods)
 	if err != nil {
 		return s, err
 	}
@@ -160,4 +161,17 @@ func hasEventIn(ctx context.Context, c *envconf.Config, namespace, name, reason,
 		}
 	}
 	return false, nil
+}
+
+// daemonPods selects the daemon's pods in the namespace system.
+const daemonPods = "app.kubernetes.io/name=sluice"
+
+// waitForNoDaemon waits until the daemon has ended.
+func waitForNoDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
+	t.Helper()
+	waitFor(ctx, t, "the daemon has ended", func() (bool, error) {
+		var pods corev1.PodList
+		err := client(c).WithNamespace(system).List(ctx, &pods, resources.WithLabelSelector(daemonPods))
+		return len(pods.Items) == 0, err
+	})
 }

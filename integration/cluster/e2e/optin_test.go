@@ -246,11 +246,7 @@ func (p optInPod) object(run int, url, dir string) *corev1.Pod {
 // stopDaemon ends the daemon as a change of its nodeSelector does.
 func stopDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
 	placeDaemonSet(ctx, t, c, system, "sluice", false)
-	waitFor(ctx, t, "the daemon has ended", func() (bool, error) {
-		var pods corev1.PodList
-		err := client(c).WithNamespace(system).List(ctx, &pods)
-		return len(pods.Items) == 0, err
-	})
+	waitForNoDaemon(ctx, t, c)
 }
 
 func startDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {

@@ -121,7 +121,7 @@ func ownNodeOnly(ctx context.Context, t *testing.T, c *envconf.Config) {
 		must(t, err)
 		return k
 	}
-	name, err := only(ctx, c, system, "app.kubernetes.io/name=sluice")
+	name, err := only(ctx, c, system, daemonPods)
 	must(t, err)
 	var pod corev1.Pod
 	must(t, client(c).Get(ctx, name, system, &pod))

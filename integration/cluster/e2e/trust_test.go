@@ -1,14 +1,18 @@
 package e2e
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
 
@@ -28,11 +32,16 @@ func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 	p.Spec.InitContainers[0].VolumeMounts = append(p.Spec.InitContainers[0].VolumeMounts, share)
 	p.Spec.Containers[0].VolumeMounts = append(p.Spec.Containers[0].VolumeMounts, share)
 	must(t, client(c).Create(ctx, p))
+	variable := newPod("variable", namespace, capture, "sleep 86400", "")
+	variable.Spec.Containers[0].Env = []corev1.EnvVar{{Name: "SSL_CERT_FILE", Value: "/missing.pem"}}
+	must(t, client(c).Create(ctx, variable))
 	must(t, client(c).Create(ctx, newPod("uncaptured", namespace, nil, "sleep 86400", "")))
 	waitForTrust(ctx, t, c, "trusting", "trusted")
 	for _, store := range []string{"/init/store", imageStore, "$SSL_CERT_FILE", "$NODE_EXTRA_CA_CERTS"} {
-		wantTrusted(ctx, t, c, "trusting", store)
+		wantTrusted(ctx, t, c, "trusting", "c", store)
 	}
+	debug(ctx, t, c, "trusting", "debugger")
+	wantTrusted(ctx, t, c, "trusting", "debugger", imageStore)
 	waitFor(ctx, t, "the pod without the label runs", func() (bool, error) {
 		return running(ctx, c, "uncaptured"), nil
 	})
@@ -42,6 +51,35 @@ func trustedByPods(ctx context.Context, t *testing.T, c *envconf.Config) {
 		t.Errorf("the pod without the label: got %q, %v; want no folder, no variable and no CA", out, err)
 	}
 	must(t, client(c).Delete(ctx, newPod("uncaptured", namespace, nil, "", "")))
+	waitForTrust(ctx, t, c, "variable", "files-only")
+	waitFor(ctx, t, "an event names the store that is missing", func() (bool, error) {
+		return hasEventIn(ctx, c, namespace, "variable", "SluiceCANotTrusted", "/missing.pem")
+	})
+	must(t, client(c).Delete(ctx, variable))
+}
+
+// debug adds a container to a pod that runs, as kubectl debug does, and waits for it.
+func debug(ctx context.Context, t *testing.T, c *envconf.Config, pod, name string) {
+	t.Helper()
+	k, err := kubernetes.NewForConfig(c.Client().RESTConfig())
+	must(t, err)
+	pods := k.CoreV1().Pods(namespace)
+	p, err := pods.Get(ctx, pod, metav1.GetOptions{})
+	must(t, err)
+	like := p.Spec.Containers[0]
+	p.Spec.EphemeralContainers = append(p.Spec.EphemeralContainers, corev1.EphemeralContainer{
+		EphemeralContainerCommon: corev1.EphemeralContainerCommon{
+			Name: name, Image: like.Image, ImagePullPolicy: like.ImagePullPolicy, Command: like.Command, Args: like.Args,
+		},
+	})
+	_, err = pods.UpdateEphemeralContainers(ctx, pod, p, metav1.UpdateOptions{})
+	must(t, err)
+	waitFor(ctx, t, name+" runs", func() (bool, error) {
+		p, err := pods.Get(ctx, pod, metav1.GetOptions{})
+		return err == nil && slices.ContainsFunc(p.Status.EphemeralContainerStatuses, func(s corev1.ContainerStatus) bool {
+			return s.Name == name && s.State.Running != nil
+		}), err
+	})
 }
 
 // passedPods checks that TLS of a pod that is not to trust the CA is passed through, and seen.
@@ -96,12 +134,15 @@ func waitForTrust(ctx context.Context, t *testing.T, c *envconf.Config, pod, sta
 }
 
 // wantTrusted checks that a store in a container verifies the certificate that the proxy presents to the pod.
-func wantTrusted(ctx context.Context, t *testing.T, c *envconf.Config, pod, store string) {
+func wantTrusted(ctx context.Context, t *testing.T, c *envconf.Config, pod, container, store string) {
 	t.Helper()
-	text, err := inPod(ctx, c, namespace, pod, "sh", "-c", "cat "+store)
-	must(t, err)
+	var text, errs bytes.Buffer
+	err := client(c).ExecInPod(ctx, namespace, pod, container, []string{"sh", "-c", "cat " + store}, &text, &errs)
+	if err != nil {
+		t.Fatalf("reading %s of %s: %v\n%s", store, pod, err, errs.String())
+	}
 	roots := x509.NewCertPool()
-	if !roots.AppendCertsFromPEM([]byte(text)) {
+	if !roots.AppendCertsFromPEM(text.Bytes()) {
 		t.Fatalf("%s of %s has no certificate", store, pod)
 	}
 	if _, err := handshakeFrom(ctx, c, pod, serverAddress(ctx, t, c), roots); err != nil {

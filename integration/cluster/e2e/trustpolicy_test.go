@@ -78,7 +78,7 @@ func trustedByPolicy(ctx context.Context, t *testing.T, c *envconf.Config) {
 	}))
 	waitFor(ctx, t, "the pod runs", func() (bool, error) { return running(ctx, c, "by-policy"), nil })
 	for _, name := range policyVariables {
-		wantTrusted(ctx, t, c, "by-policy", "$"+name)
+		wantTrusted(ctx, t, c, "by-policy", "c", "$"+name)
 	}
 	a, err := attachment(ctx, c, namespace+"/by-policy")
 	if err != nil || a.Trust != "unknown" || !strings.Contains(strings.Join(a.Notes, " "), "no NRI socket") {

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 	"sigs.k8s.io/yaml"
 
-	"github.com/sluice-cni/sluice/integration/cluster/pki"
 	"github.com/sluice-cni/sluice/integration/cluster/programs"
+	"github.com/sluice-cni/sluice/integration/pki"
 )
 
 // Folders in Dir.
@@ -178,12 +178,9 @@ func (c Config) layDown(paths map[string]string, pause []byte) error {
 }
 
 func (c Config) layDownKeys(f *files) error {
-	ca, err := pki.NewCA("kubernetes-ca")
-	if err != nil {
-		return err
-	}
+	ca := pki.NewCA("kubernetes-ca")
 	f.pair(kubeDir+"/ca", ca.Pair)
-	server, err := ca.Server("kube-apiserver",
+	server := ca.Server("kube-apiserver",
 		[]string{
 			"localhost", Name,
 			"kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local",
@@ -192,20 +189,9 @@ func (c Config) layDownKeys(f *files) error {
 			net.IPv4(127, 0, 0, 1), net.IPv6loopback, net.ParseIP(nodeIPv4), net.ParseIP(nodeIPv6),
 			firstOf(servicesIPv4), firstOf(servicesIPv6),
 		})
-	if err != nil {
-		return err
-	}
 	f.pair(kubeDir+"/apiserver", server)
-	client, err := ca.Client("kube-apiserver-kubelet-client", "system:masters")
-	if err != nil {
-		return err
-	}
-	f.pair(kubeDir+"/apiserver-kubelet-client", client)
-	tokens, err := pki.SigningKey()
-	if err != nil {
-		return err
-	}
-	f.write(kubeDir+"/service-accounts.key", tokens)
+	f.pair(kubeDir+"/apiserver-kubelet-client", ca.Client("kube-apiserver-kubelet-client", "system:masters"))
+	f.write(kubeDir+"/service-accounts.key", pki.SigningKey())
 	for _, u := range []struct{ file, name, group string }{
 		{adminConfig, "kubernetes-admin", "system:masters"},
 		{kubeDir + "/kube-controller-manager.conf", "system:kube-controller-manager", ""},
@@ -217,13 +203,30 @@ func (c Config) layDownKeys(f *files) error {
 		if u.group != "" {
 			groups = []string{u.group}
 		}
-		config, err := ca.Kubeconfig(c.apiURL(), u.name, groups...)
+		config, err := kubeconfig(c.apiURL(), ca.Cert, u.name, ca.Client(u.name, groups...))
 		if err != nil {
 			return err
 		}
 		f.write(u.file, config)
 	}
 	return nil
+}
+
+// kubeconfig is a kubeconfig for the API server at url, with a client certificate for the user.
+func kubeconfig(url string, ca []byte, user string, client pki.Pair) ([]byte, error) {
+	const name = "sluice"
+	return yaml.Marshal(map[string]any{
+		"apiVersion":      "v1",
+		"kind":            "Config",
+		"current-context": name,
+		"clusters": []any{map[string]any{"name": name, "cluster": map[string]any{
+			"server": url, "certificate-authority-data": ca,
+		}}},
+		"users": []any{map[string]any{"name": user, "user": map[string]any{
+			"client-certificate-data": client.Cert, "client-key-data": client.Key,
+		}}},
+		"contexts": []any{map[string]any{"name": name, "context": map[string]any{"cluster": name, "user": user}}},
+	})
 }
 
 func (c Config) apiURL() string { return fmt.Sprintf("https://127.0.0.1:%d", c.Port) }

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -29,7 +30,7 @@ func TestCapabilities(t *testing.T) {
 	owned := p.run("owned", withStore)
 	owned.sh("chmod 640 " + ownBundle + " && chmod 700 /etc/ssl/certs && chown -R 1000:1000 /etc/ssl/certs")
 	for _, missing := range append(capabilities, "") {
-		c.setCA(newCA(t, "without "+missing)) // every container needs a repair
+		c.setCA(pki.NewCA("without " + missing).Cert) // every container needs a repair
 		rest := slices.DeleteFunc(slices.Clone(capabilities), func(name string) bool { return name == missing })
 		d := c.newDaemon("setpriv", "--no-new-privs", "--bounding-set", "-all,+"+strings.Join(rest, ",+"))
 		got := d.ask("ready " + p.uid())

@@ -3,17 +3,10 @@ package trust
 import (
 	"bufio"
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/x509"
-	"crypto/x509/pkix"
 	"encoding/json"
-	"encoding/pem"
 	"fmt"
 	"io"
 	"log/slog"
-	"math/big"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -22,9 +15,9 @@ import (
 	"sync"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/sluice-cni/sluice/daemon/trust"
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -106,7 +99,7 @@ func (c *containerd) prepare() {
 	for _, folder := range []string{"ca", "wanted"} {
 		c.must(os.Mkdir(filepath.Join(c.dir, folder), 0o755))
 	}
-	c.setCA(newCA(c.t, "first"))
+	c.setCA(pki.NewCA("first").Cert)
 }
 
 func (c *containerd) setCA(ca []byte) {
@@ -184,23 +177,4 @@ func (d *daemon) signal(s syscall.Signal) {
 	if err := d.cmd.Process.Signal(s); err != nil {
 		d.t.Fatal(err)
 	}
-}
-
-// newCA makes a CA certificate in PEM.
-func newCA(t testing.TB, name string) []byte {
-	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		t.Fatal(err)
-	}
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
-		IsCA: true, BasicConstraintsValid: true,
-	}
-	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
 }

@@ -13,6 +13,7 @@ import (
 
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -192,7 +193,7 @@ func TestAbsentDaemon(t *testing.T) {
 	d.wantReady(hung, truststore.Trusted)
 	container.wantCA(ownBundle)
 
-	c.setCA(newCA(t, "second"))
+	c.setCA(pki.NewCA("second").Cert)
 	c.eventually("the second CA is trusted", func() bool {
 		return strings.Contains(container.sh("cat "+ownBundle), c.body()) &&
 			d.ask("state "+hung.uid()).State == truststore.Trusted

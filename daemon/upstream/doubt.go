@@ -1,0 +1,87 @@
+package upstream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/sluice-cni/sluice/daemon/pause"
+)
+
+const (
+	// maxFailures is the number of unclear answers after which a destination counts as unreachable. The pauses between
+	// the requests add up to more than a second: a proxy that fails for a moment has recovered by then.
+	maxFailures = 8
+	// proofInterval is the shortest time between two connections that the upstream is asked for as a proof.
+	proofInterval = 100 * time.Millisecond
+)
+
+// unclearError is the error of an answer that says neither that the upstream has failed nor that the destination has:
+// tinyproxy answers 500 for both, and SOCKS5 servers reply with a general failure. It is ErrLate until Judge knows
+// better.
+type unclearError struct{ answer string }
+
+func (e *unclearError) Error() string        { return ErrLate.Error() + ": " + e.answer }
+func (e *unclearError) Is(target error) bool { return target == ErrLate }
+
+// Doubt is the number of unclear answers to one connection in a row. Its zero value is ready to use.
+type Doubt struct {
+	failures int
+	counted  time.Time // when the last of them was counted
+}
+
+// Judge returns err, the error of a request for the connection of d, or ErrUnreachable in its place: if the upstream
+// has given maxFailures unclear answers to this connection, and has made other connections between each two of them, it
+// is well and the destination is not. Only a connection that it has made is a proof: a proxy that has lost its own
+// upstream can still refuse a request by its rules.
+func (u *Upstream) Judge(d *Doubt, err error) error {
+	var unclear *unclearError
+	if !errors.As(err, &unclear) {
+		*d = Doubt{}
+		return err
+	}
+	if d.failures == 0 || u.hasConnectedSince(d.counted) {
+		d.failures++
+		d.counted = time.Now()
+	}
+	if d.failures < maxFailures {
+		u.askForProof()
+		return err
+	}
+	return fmt.Errorf("%w: %d answers were %s, and the upstream made other connections between them",
+		ErrUnreachable, d.failures, unclear.answer)
+}
+
+func (u *Upstream) hasConnectedSince(t time.Time) bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.connected.After(t)
+}
+
+// recordConnected records that the upstream has made a connection.
+func (u *Upstream) recordConnected() {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.connected = time.Now()
+}
+
+// askForProof has keepProving ask for a connection, unless it is about to.
+func (u *Upstream) askForProof() {
+	select {
+	case u.doubted <- struct{}{}:
+	default:
+	}
+}
+
+// keepProving asks the upstream for a connection to the daemon itself whenever there is a doubt, until ctx ends.
+func (u *Upstream) keepProving(ctx context.Context) {
+	for ctx.Err() == nil {
+		select {
+		case <-u.doubted:
+			_ = u.askForOwn(ctx) // a success is recorded; anything else leaves the doubt
+			_ = pause.For(ctx, proofInterval)
+		case <-ctx.Done():
+		}
+	}
+}
