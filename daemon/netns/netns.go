@@ -121,8 +121,12 @@ func IsLocal(dst netip.Addr) (bool, error) {
 		return false, err
 	}
 	services, err := net.InterfaceByName(servicesInterface)
+	var failed syscall.Errno
+	if errors.As(err, &failed) {
+		return false, fmt.Errorf("looking for the interface %s: %w", servicesInterface, err)
+	}
 	if err != nil {
-		return true, nil //nolint:nilerr // kube-proxy does not use IPVS
+		return true, nil // kube-proxy does not use IPVS
 	}
 	addrs, err := services.Addrs()
 	if err != nil {

@@ -10,9 +10,12 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/sluice-cni/sluice/daemon/captured"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/late"
+	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/daemon/splice"
 	"github.com/sluice-cni/sluice/daemon/upstream"
@@ -86,6 +89,12 @@ func (s *Server) establish(ctx context.Context, g *gate.Gate, l *gate.Listener, 
 ) {
 	defer slot.leave()
 	c, err = captured.New(g, l, conn, s.Policy)
+	for errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) { // it is not known yet whether c is permitted
+		if err := pause.For(ctx, acceptRetry); err != nil {
+			return c, nil, nil, err
+		}
+		c, err = captured.New(g, l, conn, s.Policy)
+	}
 	switch {
 	case errors.Is(err, captured.ErrGone):
 		return c, nil, nil, err

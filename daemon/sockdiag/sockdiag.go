@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
+	"sync/atomic"
 	"unsafe"
 
 	"github.com/vishvananda/netlink/nl"
@@ -31,8 +33,9 @@ type Counts struct {
 
 // Conn is a sock_diag socket. It answers for the netns that it was opened in, from any thread.
 type Conn struct {
-	socket  *nl.NetlinkSocket
+	socket  *nl.NetlinkSocket // its lock guards closed, and lets one request at a time be made
 	sockets map[int]*nl.SocketHandle
+	closed  bool
 }
 
 // The first call sets a variable of package nl, without a lock. Here it is made before any goroutine starts.
@@ -48,11 +51,16 @@ func Open() (*Conn, error) {
 		s.Close()
 		return nil, fmt.Errorf("opening sock_diag: %w", err)
 	}
-	return &Conn{s, map[int]*nl.SocketHandle{unix.NETLINK_INET_DIAG: {Socket: s}}}, nil
+	return &Conn{socket: s, sockets: map[int]*nl.SocketHandle{unix.NETLINK_INET_DIAG: {Socket: s}}}, nil
 }
 
 // Close closes the socket. Requests after Close fail.
-func (c *Conn) Close() { c.socket.Close() }
+func (c *Conn) Close() {
+	c.socket.Lock()
+	defer c.socket.Unlock()
+	c.closed = true
+	c.socket.Close()
+}
 
 // request is struct inet_diag_req_v2 (linux/inet_diag.h). Package netlink has requests of its own, but none for one
 // socket without a dump, none to destroy an IPv6 socket, and none for the sockets of one port.
@@ -111,19 +119,52 @@ func (c *Conn) execute(kind, flags int, r *request, each func(reply []byte) bool
 // AppState looks up the socket from which src is connected to dst. An app that has closed its socket sends the same FIN
 // as an app that has only shut down its sending side. The kernel knows which of the two it was.
 func (c *Conn) AppState(src, dst netip.AddrPort) AppState {
-	state := AppUnknown
-	err := c.execute(nl.SOCK_DIAG_BY_FAMILY, 0, requestFor(src, dst), func(reply []byte) bool {
-		if m, ok := parse(reply); ok && m.inode != 0 {
-			state = AppOpen
-		} else if ok {
-			state = AppClosed
-		}
-		return true
-	})
+	reply, err := c.ask(requestFor(src, dst))
 	if err != nil {
 		return AppUnknown
 	}
-	return state
+	m, ok := parse(reply)
+	switch {
+	case !ok:
+		return AppUnknown
+	case m.inode != 0:
+		return AppOpen
+	default:
+		return AppClosed
+	}
+}
+
+// ask asks for one socket. Package nl would take 64 KiB of memory for the answer, at the end of every connection.
+func (c *Conn) ask(r *request) ([]byte, error) {
+	req := nl.NewNetlinkRequest(nl.SOCK_DIAG_BY_FAMILY, 0)
+	req.AddData(r)
+	c.socket.Lock()
+	defer c.socket.Unlock()
+	if c.closed {
+		return nil, os.ErrClosed
+	}
+	req.Seq = atomic.AddUint32(&c.sockets[unix.NETLINK_INET_DIAG].Seq, 1)
+	kernel := &unix.SockaddrNetlink{Family: unix.AF_NETLINK}
+	if err := unix.Sendto(c.socket.GetFd(), req.Serialize(), 0, kernel); err != nil {
+		return nil, fmt.Errorf("asking sock_diag: %w", err)
+	}
+	for reply := make([]byte, 1024); ; { // the kernel has answered by now
+		n, _, err := unix.Recvfrom(c.socket.GetFd(), reply, unix.MSG_DONTWAIT)
+		if err != nil {
+			return nil, fmt.Errorf("reading an answer of sock_diag: %w", err)
+		}
+		if n < unix.SizeofNlMsghdr {
+			return nil, errors.New("an answer of sock_diag is too short")
+		}
+		header := (*unix.NlMsghdr)(unsafe.Pointer(&reply[0]))
+		switch {
+		case header.Seq != req.Seq: // of a request that was given up
+		case header.Type == unix.NLMSG_ERROR:
+			return nil, errors.New("sock_diag has no answer")
+		default:
+			return reply[unix.SizeofNlMsghdr:n], nil
+		}
+	}
 }
 
 func parse(reply []byte) (*message, bool) {

@@ -201,6 +201,9 @@ func (p *Pair) holdFIN(answered <-chan struct{}) {
 // endWithApp ends the other direction once the app has gone and all of its data has arrived. A peer that never ends its
 // side would keep both connections for ever: mitmproxy 8.1.1 does not, if the client ends first.
 func (p *Pair) endWithApp(answered <-chan struct{}) {
+	if sleep(answered, time.Millisecond) { // most peers end their side at once
+		return
+	}
 	poll(answered, func() (done bool) {
 		// An app whose state is unknown shows by a reset, with which its kernel answers keepalives.
 		gone := socket.IsReset(p.App) || socket.IsFINAcked(p.Peer) && p.AppState() == sockdiag.AppClosed
@@ -230,11 +233,19 @@ func (p *Pair) deliver() {
 // poll calls check until it returns true, or until stop is closed. It polls because the kernel reports no event when
 // the app closes its socket.
 func poll(stop <-chan struct{}, check func() (done bool)) {
-	for wait := time.Millisecond; !check(); wait = min(2*wait, time.Second) {
-		select {
-		case <-stop:
+	for pause := time.Millisecond; !check(); pause = min(2*pause, time.Second) {
+		if sleep(stop, pause) {
 			return
-		case <-time.After(wait):
 		}
+	}
+}
+
+// sleep returns true as soon as stop is closed.
+func sleep(stop <-chan struct{}, d time.Duration) (stopped bool) {
+	select {
+	case <-stop:
+		return true
+	case <-time.After(d):
+		return false
 	}
 }
