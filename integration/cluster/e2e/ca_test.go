@@ -79,6 +79,18 @@ func publishedCA(ctx context.Context, c *envconf.Config) ([]*x509.Certificate, e
 	}
 }
 
+// waitForRoot waits until a root is published.
+func waitForRoot(ctx context.Context, t *testing.T, c *envconf.Config) {
+	t.Helper()
+	waitFor(ctx, t, "a root is published", func() (bool, error) {
+		roots, err := publishedCA(ctx, c)
+		if apierrors.IsNotFound(err) {
+			return false, nil
+		}
+		return len(roots) > 0, err
+	})
+}
+
 // theRoot returns the only root that is published.
 func theRoot(ctx context.Context, t *testing.T, c *envconf.Config) *x509.Certificate {
 	t.Helper()
@@ -220,13 +232,7 @@ func waitForCA(ctx context.Context, t *testing.T, c *envconf.Config) {
 // caIsLate runs the proxy without the CA, and then the CA.
 func caIsLate(ctx context.Context, t *testing.T, c *envconf.Config) {
 	waitForCA(ctx, t, c)
-	waitFor(ctx, t, "a root is published", func() (bool, error) {
-		roots, err := publishedCA(ctx, c)
-		if apierrors.IsNotFound(err) {
-			return false, nil
-		}
-		return len(roots) > 0, err
-	})
+	waitForRoot(ctx, t, c)
 	// kubelet brings the ConfigMap to the daemon about once a minute. A container that is created before stays unknown.
 	waitFor(ctx, t, "the node has the CA", func() (bool, error) {
 		_, err := inPod(ctx, c, namespace, "node", "test", "-s", "/run/sluice/trust/ca.pem")
@@ -305,13 +311,7 @@ func caRestarts(ctx context.Context, t *testing.T, c *envconf.Config) {
 		{"the CA's pod is deleted", func() { deletePods(ctx, t, c, system, caInstance) }},
 		{"the ConfigMap is deleted", func() {
 			must(t, client(c).Delete(ctx, &corev1.ConfigMap{ObjectMeta: caDeployment().ObjectMeta}))
-			waitFor(ctx, t, "it is there again", func() (bool, error) {
-				roots, err := publishedCA(ctx, c)
-				if apierrors.IsNotFound(err) {
-					return false, nil
-				}
-				return len(roots) == 1, err
-			})
+			waitForRoot(ctx, t, c)
 		}},
 		{"three replicas run", func() { scaleCA(ctx, t, c, 3) }},
 		{"the Deployment is deleted, and the chart installed", func() {
@@ -342,7 +342,7 @@ func caReinstalled(ctx context.Context, t *testing.T, c *envconf.Config) {
 	must(t, deleteNamespace(ctx, c, system))
 	must(t, applyFile(ctx, c, "sluice.yaml"))
 	waitForRollout(ctx, t, c, system, "sluice")
-	waitForCA(ctx, t, c)
+	waitForRoot(ctx, t, c)
 	root := theRoot(ctx, t, c)
 	if root.Equal(old) {
 		t.Fatalf("the root is %s, as before", root.Subject)
