@@ -47,10 +47,14 @@ func (t *Table) Tick(now time.Time, up attach.UpstreamStatus, notify func(*Endpo
 		}
 		s := e.snapshot(attach.Record{})
 		s.accepted.Forget()
-		if time.Now().Before(sweepUntil) {
+		queued, err := s.queued() // once: on a full node the system calls of each pod add up
+		switch {
+		case err == nil && queued == 0:
+			e.service.over.Store(0)
+		case time.Now().Before(sweepUntil):
 			e.service.sweep(s.gate)
 		}
-		for _, n := range e.lateness.tick(s, now, up) {
+		for _, n := range e.lateness.tick(s, queued, err, now, up) {
 			if e.lateness.isNew(n) {
 				notify(e, n)
 			}
@@ -74,14 +78,14 @@ func (l *lateness) isNew(n Notice) bool {
 	return true
 }
 
-func (l *lateness) tick(s Snapshot, now time.Time, up attach.UpstreamStatus) []Notice {
+// tick looks at the connections of s. queued are those in its accept queues, or err if they cannot be counted.
+func (l *lateness) tick(s Snapshot, queued int, err error, now time.Time, up attach.UpstreamStatus) []Notice {
 	notices := l.directNotices()
 	if up.Reason == "" {
 		return notices
 	}
-	waiting, err := s.waiting()
 	switch {
-	case err != nil || waiting == 0: // the status shows the error
+	case err != nil || s.waitingOf(queued) == 0: // the status shows the error
 		l.since = time.Time{}
 	case l.since.IsZero():
 		l.since = now

@@ -144,7 +144,12 @@ func shortcomings(in ruleset.Installed) (notes []string) {
 // those that the app has given up, as far as the last tick saw.
 func (s Snapshot) waiting() (int, error) {
 	queued, err := s.queued()
-	return s.accepted.Len() + max(queued-int(s.over.Load()), 0), err
+	return s.waitingOf(queued), err
+}
+
+// waitingOf is waiting with that many connections in the accept queues.
+func (s Snapshot) waitingOf(queued int) int {
+	return s.accepted.Len() + max(queued-int(s.over.Load()), 0)
 }
 
 // queued counts all connections in the accept queues.

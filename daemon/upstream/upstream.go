@@ -80,7 +80,7 @@ func (u *Upstream) Run(ctx context.Context) error {
 	}
 	for ctx.Err() == nil {
 		next := time.Now().Add(dialInterval)
-		conn, err := u.dial(ctx)
+		conn, err := u.redial(ctx)
 		switch {
 		case err == nil:
 			u.recordDialed()
@@ -120,10 +120,7 @@ func (u *Upstream) recordDialed() {
 
 func (u *Upstream) dial(ctx context.Context) (*net.TCPConn, error) {
 	d := net.Dialer{Timeout: dialTimeout, Control: func(_, _ string, raw syscall.RawConn) error {
-		return raw.Control(func(fd uintptr) {
-			// As for the listeners (package gate): no pacing within the node.
-			_ = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
-		})
+		return raw.Control(func(fd uintptr) { dontPace(int(fd)) })
 	}}
 	address, err := u.locate()
 	if err != nil {
@@ -135,6 +132,9 @@ func (u *Upstream) dial(ctx context.Context) (*net.TCPConn, error) {
 	}
 	return conn.(*net.TCPConn), nil
 }
+
+// dontPace is what the listeners do too (package gate): there is no pacing within the node.
+func dontPace(fd int) { _ = unix.SetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic") }
 
 // isLocalExhaustion recognises errors that mean local resource exhaustion, not a failure of the upstream: waiting
 // connections must not be told that the upstream is late.
