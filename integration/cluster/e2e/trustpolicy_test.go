@@ -2,6 +2,8 @@ package e2e
 
 import (
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"slices"
 	"strings"
 	"testing"
@@ -77,6 +79,12 @@ func trustedByPolicy(ctx context.Context, t *testing.T, c *envconf.Config) {
 		Data:       map[string]string{"bundle.crt": store + published.Data["ca.crt"]},
 	}))
 	waitFor(ctx, t, "the pod runs", func() (bool, error) { return running(ctx, c, "by-policy"), nil })
+	roots := x509.NewCertPool()
+	roots.AppendCertsFromPEM([]byte(published.Data["ca.crt"]))
+	waitFor(ctx, t, "the proxy has an intermediate below the root of this installation", func() (bool, error) {
+		_, err := handshakeFrom(ctx, c, "by-policy", serverAddress(ctx, t, c), &tls.Config{RootCAs: roots})
+		return err == nil, nil
+	})
 	for _, name := range policyVariables {
 		wantTrusted(ctx, t, c, "by-policy", "c", "$"+name)
 	}
