@@ -78,8 +78,8 @@ must have upstream.address (or upstream.podSelector, upstream.service, or the pr
 		"pod; needed only with\ncapture.source kubernetes (default: the pod's service account)")
 	c.Flags().BoolVar(&keep, "install", false, "install the plugin on this node, and install it again whenever "+
 		"another program undoes\nthat (default: do not install)")
-	c.Flags().StringVar(&probeSocket, "probe-socket", "", "`path` of a unix socket at which this process alone answers "+
-		"sluiced status --ready and --alive,\neven while another sluiced serves the agent socket (default: none)")
+	c.Flags().StringVar(&probeSocket, "probe-socket", "", "`path` of a unix socket at which this process alone "+
+		"answers sluiced status --ready and --alive,\neven while another sluiced serves the agent socket (default: none)")
 	flags.add(c)
 	c.Flags().TextVar(&level, "log-level", slog.LevelInfo, "lowest `level` to log: DEBUG, INFO, WARN or ERROR")
 	return c
@@ -376,7 +376,7 @@ func (d daemon) serveProxies(ctx context.Context, p parts) error {
 			_ = l.Close() // no proxy has connected
 		}
 		if pause.For(ctx, publishRetry) != nil {
-			return nil
+			return nil //nolint:nilerr // ctx has ended
 		}
 		if l, err = d.bindProxySocket(); err == nil {
 			err = l.Publish()

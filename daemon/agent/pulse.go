@@ -21,7 +21,8 @@ func (p *pulse) beat() { p.last.Store(time.Now().Unix()) }
 func (p *pulse) check(now time.Time) error {
 	last := p.last.Load()
 	if still := now.Sub(time.Unix(last, 0)); last != 0 && still > hangsAfter {
-		return fmt.Errorf("this sluiced hangs: it has not looked after the node's pods for %s", still.Round(time.Second))
+		return fmt.Errorf("this sluiced hangs: it has not looked after the node's pods for %s",
+			still.Round(time.Second))
 	}
 	return nil
 }

@@ -65,7 +65,8 @@ func (s *Server) serve(
 // debug logs a message about c, if messages of that level are logged: the text of its addresses takes time.
 func (s *Server) debug(ctx context.Context, message string, c captured.Conn) {
 	if s.relay.log.Enabled(ctx, slog.LevelDebug) {
-		s.relay.log.Debug(message, "pod", s.Pod.String(), "source", c.Source.String(),
+		s.relay.log.Debug(message, //nolint:sloglint // the callers have constants
+			"pod", s.Pod.String(), "source", c.Source.String(),
 			"destination", c.Destination.String())
 	}
 }

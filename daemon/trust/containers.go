@@ -234,7 +234,7 @@ func (t *Trust) check(c *container) {
 // examine looks at a container, after a repair if the hook has left no report about the CA, or if this is another look
 // at the container. The error is that of the repair.
 func (t *Trust) examine(c *container, current ca, again bool) (outcome, error) {
-	if o, ok := t.outcome(c, current); ok && !(again && current.exists()) {
+	if o, ok := t.outcome(c, current); ok && (!again || !current.exists()) {
 		return o, nil
 	}
 	if err := t.repair(c, t.isLate(c)); err != nil {

@@ -268,8 +268,8 @@ func TestReconnect(t *testing.T) {
 	}
 }
 
-// TestServedBefore: a container that was created without the CA, in a pod that was served before the daemon started, may
-// have connected. Others of the pod stay trusted by the hook's report.
+// TestServedBefore: a container that was created without the CA, in a pod that was served before the daemon started,
+// may have connected. Others of the pod stay trusted by the hook's report.
 func TestServedBefore(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, "pod", "hooked")

@@ -107,10 +107,10 @@ func TestSuccessorBesideAFolderOfTheProxy(t *testing.T) {
 // the CNI directories from time to time.
 func TestSuccessorWithoutInotify(t *testing.T) {
 	t.Parallel()
-	real := testbed.Binaries(t)
+	built := testbed.Binaries(t)
 	dir := t.TempDir()
 	for _, name := range []string{"sluice", "sluiced", "connectproxy"} {
-		if err := os.Symlink(filepath.Join(real, name), filepath.Join(dir, name)); err != nil {
+		if err := os.Symlink(filepath.Join(built, name), filepath.Join(dir, name)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -133,7 +133,7 @@ func TestSuccessorWithoutInotify(t *testing.T) {
 	script := fmt.Sprintf("#!/bin/sh\n%s=%s exec %s \"$@\"\n", withoutInotify, n.Binary("sluiced")+".real", self)
 	for _, err := range []error{
 		os.Rename(n.Binary("sluiced"), n.Binary("sluiced")+".real"),
-		os.WriteFile(n.Binary("sluiced"), []byte(script), 0o755), //nolint:gosec // a program
+		os.WriteFile(n.Binary("sluiced"), []byte(script), 0o755),
 	} {
 		if err != nil {
 			t.Fatal(err)

@@ -99,8 +99,8 @@ func newPair(template, parent *x509.Certificate, key, signer *ecdsa.PrivateKey) 
 	}
 }
 
-// SigningKey makes a key pair that signs and verifies ServiceAccount tokens, in PEM. The API server reads the public key
-// of it only in the format of SEC 1.
+// SigningKey makes a key pair that signs and verifies ServiceAccount tokens, in PEM. The API server reads the public
+// key of it only in the format of SEC 1.
 func SigningKey() []byte {
 	der := must(x509.MarshalECPrivateKey(newKey()))
 	return pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})

@@ -124,8 +124,8 @@ type place struct {
 	changing bool     // kubelet exchanges the file
 }
 
-// exchanged is the link in a volume of a ConfigMap, a Secret or the like that kubelet exchanges when the contents change
-// (AtomicWriter in k8s.io/kubernetes/pkg/volume/util).
+// exchanged is the link in a volume of a ConfigMap, a Secret or the like that kubelet exchanges when the contents
+// change (AtomicWriter in k8s.io/kubernetes/pkg/volume/util).
 const exchanged = "..data"
 
 // close closes a descriptor that was only looked through. There may be no place.

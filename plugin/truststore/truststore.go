@@ -150,8 +150,8 @@ type Options struct {
 // Add makes the trust stores of the file system at rootPath contain the certificates in caPEM, and no others that an
 // earlier run added. Mounts are made in the mount namespace of the process.
 //
-// Add returns within half a second after ctx has ended, also if a file system in the container hangs: the goroutine that
-// works is then left behind, so the caller should be a process of its own that ends.
+// Add returns within half a second after ctx has ended, also if a file system in the container hangs: the goroutine
+// that works is then left behind, so the caller should be a process of its own that ends.
 func Add(ctx context.Context, rootPath string, caPEM []byte, options Options) Report {
 	run := &run{options: options, report: Report{State: Unknown}}
 	done := make(chan struct{})
