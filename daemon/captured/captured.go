@@ -108,7 +108,7 @@ func (p Policy) toNode(dst netip.AddrPort) error {
 	}
 	a := dst.Addr().Unmap()
 	if slices.Contains(nodeServices, a) {
-		return errors.New("the destination is a cloud's service for nodes: the node would ask it under its own identity")
+		return errors.New("the destination is a cloud's service for nodes: the node would ask it as itself")
 	}
 	local, err := netns.IsLocal(a)
 	if err == nil && local {

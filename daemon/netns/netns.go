@@ -100,7 +100,7 @@ func SourceTo(dst netip.Addr) (netip.Addr, error) {
 	}
 	defer unix.Close(fd) //nolint:errcheck // nothing was sent
 	if err := unix.Connect(fd, to); err != nil {
-		return netip.Addr{}, nil //nolint:nilerr // unreachable, prohibited or blackhole route
+		return netip.Addr{}, nil // unreachable, prohibited or blackhole route
 	}
 	from, err := unix.Getsockname(fd)
 	if err != nil {
@@ -126,7 +126,7 @@ func IsLocal(dst netip.Addr) (bool, error) {
 		return false, fmt.Errorf("looking for the interface %s: %w", servicesInterface, err)
 	}
 	if err != nil {
-		return true, nil // kube-proxy does not use IPVS
+		return true, nil //nolint:nilerr // kube-proxy does not use IPVS
 	}
 	addrs, err := services.Addrs()
 	if err != nil {

@@ -94,7 +94,8 @@ func TestWithdrawnClaimKeepsNoSlot(t *testing.T) {
 			s.leave()
 		}
 		if all.free != handshakes || pod.used != 0 || len(all.waiting) != 0 {
-			t.Errorf("%d slots are free, %d used, %d pods wait; want all of them free", all.free, pod.used, len(all.waiting))
+			t.Errorf("%d slots are free, %d used, %d pods wait; want all of them free",
+				all.free, pod.used, len(all.waiting))
 		}
 	})
 }

@@ -110,7 +110,8 @@ func leaveAlone(t *testing.T, n *testbed.Node) {
 	log := slog.New(slog.DiscardHandler)
 	accept := func(endpoint.Served) endpoint.Acceptor { return nil } // nothing is captured
 	agent.New(agent.Config{
-		Orchestrator: optedOut{}, Store: attach.NewStore(n.StateDir()), Table: endpoint.NewTable(accept, policy.Policy{}, log), Log: log,
+		Orchestrator: optedOut{}, Store: attach.NewStore(n.StateDir()),
+		Table: endpoint.NewTable(accept, policy.Policy{}, log), Log: log,
 		Upstream: upstream.New(config.Upstream{Address: testbed.ProxyAddress, Protocol: config.Connect}, nil, log),
 	}).Reconcile(t.Context())
 }
