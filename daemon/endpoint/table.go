@@ -43,7 +43,7 @@ type Table struct {
 	inherited map[attach.NetnsID][]*os.File // listeners that another daemon or a proxy has handed over
 }
 
-// NewTable makes an empty table. accept makes the acceptor of one endpoint. Its connections go where policy lets them.
+// NewTable makes an empty table. accept makes the acceptor of one endpoint. Connections go where policy lets them.
 func NewTable(accept func(Served) Acceptor, policy captured.Policy, log *slog.Logger) *Table {
 	return &Table{
 		accept: accept, policy: policy, log: log,

@@ -106,8 +106,8 @@ func (l *Listener) Wait() error {
 	return nil
 }
 
-// Accept takes the connection that has waited longest, or returns nil if none waits. Until it is joined to the
-// upstream, the end of this process must not look to the app like the end of an answer: any close is a reset.
+// Accept takes the connection that has waited longest, or returns nil if none waits. Any close of it is a reset: until
+// it is joined to the upstream, the end of this process must not look to the app like the end of an answer.
 func (l *Listener) Accept() (c *socket.Conn, err error) {
 	if cerr := l.control(func(l int) { c, err = socket.Accept(l) }); cerr != nil {
 		return nil, cerr

@@ -125,8 +125,8 @@ func IsLocal(dst netip.Addr) (bool, error) {
 	if errors.As(err, &failed) {
 		return false, fmt.Errorf("looking for the interface %s: %w", servicesInterface, err)
 	}
-	if services == nil {
-		return true, nil // kube-proxy does not use IPVS
+	if err != nil {
+		return true, nil //nolint:nilerr // kube-proxy does not use IPVS
 	}
 	addrs, err := services.Addrs()
 	if err != nil {

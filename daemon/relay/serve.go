@@ -37,7 +37,10 @@ func (s *Server) serve(
 	c, peer, first, err := s.establish(ctx, g, l, conn, slot)
 	switch refused := (refusedError{}); {
 	case errors.Is(err, captured.ErrGone):
-		s.debug(ctx, "connection given up", c)
+		if s.debugs(ctx) {
+			s.relay.log.Debug("connection given up", "pod", s.Pod.String(), "source", c.Source.String(),
+				"destination", c.Destination.String())
+		}
 		socket.Reset(conn)
 	case errors.As(err, &refused):
 		if count, due := s.lines.Due(err.Error()); due {
@@ -54,7 +57,10 @@ func (s *Server) serve(
 		}
 		socket.Reset(conn)
 	default:
-		s.debug(ctx, "connection relayed", c)
+		if s.debugs(ctx) {
+			s.relay.log.Debug("connection relayed", "pod", s.Pod.String(), "source", c.Source.String(),
+				"destination", c.Destination.String())
+		}
 		wg.Add(1)
 		s.Joined.Start(ctx, splice.Pair{
 			App: conn, Peer: peer, First: first, HalfClose: s.relay.upstream.HalfClose(), AppState: c.AppState,
@@ -62,14 +68,8 @@ func (s *Server) serve(
 	}
 }
 
-// debug logs a message about c, if messages of that level are logged: the text of its addresses takes time.
-func (s *Server) debug(ctx context.Context, message string, c captured.Conn) {
-	if s.relay.log.Enabled(ctx, slog.LevelDebug) {
-		s.relay.log.Debug(message, //nolint:sloglint // the callers have constants
-			"pod", s.Pod.String(), "source", c.Source.String(),
-			"destination", c.Destination.String())
-	}
-}
+// debugs reports whether messages of the level DEBUG are logged: the text of addresses takes time.
+func (s *Server) debugs(ctx context.Context) bool { return s.relay.log.Enabled(ctx, slog.LevelDebug) }
 
 // cause tells the reasons for resets apart, without the parts of err that the proxy chooses.
 func cause(err error) string {

@@ -16,8 +16,7 @@ import (
 
 // Pair is two connections to be joined.
 type Pair struct {
-	// App is the captured connection, any close of which is a reset. Peer is the one to the upstream, or to the
-	// destination.
+	// App is the captured connection. Any close of it is a reset. Peer is the one to the upstream or the destination.
 	App, Peer socket.Stream
 	// First are bytes that Peer has sent already.
 	First []byte
@@ -67,7 +66,7 @@ func (s *Set) Join(ctx context.Context, p Pair) {
 func (s *Set) Start(ctx context.Context, p Pair, done func()) {
 	s.add(p.App)
 	p.once, p.passing, p.closed = new(sync.Once), new(atomic.Bool), func(bytes uint64) { s.remove(p.App, bytes) }
-	// If this process is killed, the kernel resets this one too: the app must not take a part of the data for all.
+	// If this process is killed, the kernel resets this one too: a part of the data must not be taken for all of it.
 	_ = socket.SetResetOnClose(p.Peer, true) // fails only if closed, as the calls below will then
 	stop := context.AfterFunc(ctx, p.reset)
 	answered := make(chan struct{}) // closed when the direction to the app has ended

@@ -45,7 +45,7 @@ func uploadEarly(t *testing.T, h *testbed.Host, answer string) error {
 	}
 	got, err := io.ReadAll(c)
 	if string(got) != answer {
-		return errors.Join(err, fmt.Errorf("got %d of %d bytes of the answer", len(got), len(answer)))
+		return errors.Join(fmt.Errorf("got %d of %d bytes of the answer", len(got), len(answer)), err)
 	}
 	return nil
 }
