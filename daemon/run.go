@@ -363,26 +363,40 @@ func (d daemon) bindProxySocket() (*unixsock.Listener, error) {
 // publishRetry is the time between attempts to put the proxy socket in its place.
 const publishRetry = time.Second
 
-// serveProxies serves proxies until ctx ends. The container of a proxy may write in the folder of the socket, and so
-// keep the socket from its place. That does not end the daemon, which serves the pods.
+// serveProxies serves proxies until ctx ends.
 func (d daemon) serveProxies(ctx context.Context, p parts) error {
-	l, err := p.proxySocket, p.proxySocket.Publish()
-	for said := false; err != nil; {
+	l := d.publish(ctx, p.proxySocket)
+	if l == nil {
+		return nil
+	}
+	return p.hub.Run(ctx, l, p.agent)
+}
+
+// publish puts the proxy socket in its place, or returns nil when ctx ends. The container of a proxy may write in the
+// folder of the socket, and so keep the socket from its place. That does not end the daemon, which serves the pods.
+func (d daemon) publish(ctx context.Context, l *unixsock.Listener) *unixsock.Listener {
+	for said := false; ; said = true {
+		var err error
+		if l == nil {
+			l, err = d.bindProxySocket()
+		}
+		if err == nil {
+			err = l.Publish()
+		}
+		if err == nil {
+			return l
+		}
 		if !said {
 			d.log.Error("proxies cannot connect; trying again", "proxySocket", d.conf.ProxySocket, "err", err)
-			said = true
 		}
 		if l != nil {
 			_ = l.Close() // no proxy has connected
+			l = nil
 		}
 		if pause.For(ctx, publishRetry) != nil {
 			return nil //nolint:nilerr // ctx has ended
 		}
-		if l, err = d.bindProxySocket(); err == nil {
-			err = l.Publish()
-		}
 	}
-	return p.hub.Run(ctx, l, p.agent)
 }
 
 // nodeName is the node's name in the API server, or the host's.

@@ -48,7 +48,7 @@ func connectAtOnce(at netip.AddrPort) (*net.TCPConn, error) {
 	switch {
 	case err != nil:
 		_ = unix.Close(fd)
-		return nil, nil //nolint:nilnil // dial finds out
+		return nil, nil // dial finds out
 	case errno != 0:
 		_ = unix.Close(fd)
 		return nil, fmt.Errorf("dial tcp %s: connect: %w", at, errno)

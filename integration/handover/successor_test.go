@@ -107,10 +107,10 @@ func TestSuccessorBesideAFolderOfTheProxy(t *testing.T) {
 // the CNI directories from time to time.
 func TestSuccessorWithoutInotify(t *testing.T) {
 	t.Parallel()
-	built := testbed.Binaries(t)
+	binaries := testbed.Binaries(t)
 	dir := t.TempDir()
 	for _, name := range []string{"sluice", "sluiced", "connectproxy"} {
-		if err := os.Symlink(filepath.Join(built, name), filepath.Join(dir, name)); err != nil {
+		if err := os.Symlink(filepath.Join(binaries, name), filepath.Join(dir, name)); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -113,7 +113,8 @@ func (c *Client) call(ctx context.Context, method, path string, in, out any) err
 	defer conn.Close() //nolint:errcheck // everything was read
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	request := fmt.Appendf(nil, "%s %s HTTP/1.0\r\nHost: sluiced\r\nContent-Length: %d\r\n\r\n", method, path, len(body))
+	request := fmt.Appendf(nil, "%s %s HTTP/1.0\r\nHost: sluiced\r\nContent-Length: %d\r\n\r\n",
+		method, path, len(body))
 	_, err = conn.Write(append(request, body...))
 	if err == nil {
 		err = readAnswer(bufio.NewReader(conn), out)
