@@ -79,7 +79,8 @@ must have upstream.address (or upstream.podSelector, upstream.service, or the pr
 	c.Flags().BoolVar(&keep, "install", false, "install the plugin on this node, and install it again whenever "+
 		"another program undoes\nthat (default: do not install)")
 	c.Flags().StringVar(&probeSocket, "probe-socket", "", "`path` of a unix socket at which this process alone "+
-		"answers sluiced status --ready and --alive,\neven while another sluiced serves the agent socket (default: none)")
+		"answers sluiced status --ready and --alive,\neven while another sluiced serves the agent socket "+
+		"(default: none)")
 	flags.add(c)
 	c.Flags().TextVar(&level, "log-level", slog.LevelInfo, "lowest `level` to log: DEBUG, INFO, WARN or ERROR")
 	return c
@@ -394,7 +395,7 @@ func (d daemon) publish(ctx context.Context, l *unixsock.Listener) *unixsock.Lis
 			l = nil
 		}
 		if pause.For(ctx, publishRetry) != nil {
-			return nil //nolint:nilerr // ctx has ended
+			return nil
 		}
 	}
 }

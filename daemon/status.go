@@ -74,8 +74,8 @@ It fails if the daemon does not answer.`,
 	c.Flags().BoolVar(&asJSON, "json", false, "print the status as JSON (default: a table)")
 	c.Flags().BoolVar(&ready, "ready", false,
 		"print nothing, and fail unless the daemon serves: it has taken over the node's pods, the plugin is\n"+
-			"installed (with run --install) and the API server has listed the node's pods (with capture.source kubernetes).\n"+
-			"A late proxy is no failure (default: show the status)")
+			"installed (with run --install) and the API server has listed the node's pods (with capture.source "+
+			"kubernetes).\nA late proxy is no failure (default: show the status)")
 	c.Flags().BoolVar(&alive, "alive", false,
 		"print nothing, and fail if the daemon hangs (default: show the status)")
 	c.MarkFlagsMutuallyExclusive("json", "ready", "alive")
