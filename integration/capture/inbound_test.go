@@ -30,7 +30,12 @@ const (
 // addServer adds a pod that serves at both ports. Its inbound port is captured.
 func addServer(t *testing.T, n *testbed.Node, f testbed.Flavour) *testbed.Pod {
 	t.Helper()
-	pod := f.AddPod(t, n, "web", n.Annotated(map[string]string{"sluice.dev/capture-inbound-ports": "80, 8000-8999"}))
+	return addServerNamed(t, n, f, "web")
+}
+
+func addServerNamed(t *testing.T, n *testbed.Node, f testbed.Flavour, name string) *testbed.Pod {
+	t.Helper()
+	pod := f.AddPod(t, n, name, n.Annotated(map[string]string{"sluice.dev/capture-inbound-ports": "80, 8000-8999"}))
 	for _, port := range []string{inboundPort, plainPort} {
 		pod.ServeCaller(":" + port)
 	}
@@ -183,34 +188,42 @@ func TestInboundMakesNoLoop(t *testing.T) {
 			n := testbed.NewWith(t, protocol)
 			proxy := testbed.StartUpstream(n)
 			d := n.StartDaemon()
-			pod := addServer(t, n, testbed.Flavours[0])
 			loops := func(want int) func() bool {
 				return func() bool { return len(ownConnection.FindAllString(proxy.Log()+d.Log(), -1)) == want }
 			}
-			want := 0
-			testbed.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
-			for tool, family := range map[string]struct{ pod, gateway string }{
-				"iptables":  {pod.IPv4, gatewayIPv4},
-				"ip6tables": {pod.IPv6, gatewayIPv6},
-			} {
-				address := net.JoinHostPort(family.pod, inboundPort)
-				testbed.WantCaller(t, n.Host, address, family.gateway)
-				pod.Exec(tool, "-t", "nat", "-D", "SLUICE_PREROUTING", "-i", "eth0", "-s", family.gateway,
-					"-j", "RETURN")
+			fromNode := func(address string) {
 				got, err := n.Caller(testbed.Context(t), address)
 				if got != "" || errors.Is(err, os.ErrDeadlineExceeded) {
 					t.Errorf("from the node: got %q, %v; want the connection to end", got, err)
 				}
+			}
+			fromWorld := func(address string) { // the proxy's connection to the pod is the node's
 				c, err := n.World.Dial(testbed.Context(t), "tcp", address)
 				if err == nil {
-					defer c.Close() //nolint:errcheck // mitmproxy waits for its first bytes
+					t.Cleanup(func() { _ = c.Close() }) // mitmproxy waits for its first bytes
 				} else if !errors.Is(err, syscall.ECONNRESET) { // the reset may come before connect returns
 					t.Fatal(err)
 				}
-				want += 2
-				testbed.Eventually(t, "the daemon ends the connections of the node and of the proxy", loops(want))
 			}
-			testbed.WantCaller(t, pod.Host, net.JoinHostPort(pod.IPv4, inboundPort), pod.IPv4)
+			want := 0
+			testbed.Eventually(t, "the upstream is there", func() bool { return d.Status().Upstream.Ready })
+			for tool, gateway := range map[string]string{"iptables": gatewayIPv4, "ip6tables": gatewayIPv6} {
+				// Each has a pod of its own: the daemon logs one refusal in ten seconds for each pod and cause.
+				for opener, open := range map[string]func(string){"node": fromNode, "world": fromWorld} {
+					pod := addServerNamed(t, n, testbed.Flavours[0], opener+"-"+tool)
+					ip := pod.IPv4
+					if tool == "ip6tables" {
+						ip = pod.IPv6
+					}
+					address := net.JoinHostPort(ip, inboundPort)
+					testbed.WantCaller(t, n.Host, address, gateway)
+					pod.Exec(tool, "-t", "nat", "-D", "SLUICE_PREROUTING", "-i", "eth0", "-s", gateway, "-j", "RETURN")
+					open(address)
+					want++
+					testbed.Eventually(t, "the connection that the node has opened ends", loops(want))
+					testbed.WantCaller(t, pod.Host, address, ip)
+				}
+			}
 			if !loops(want)() {
 				t.Error("a connection has come back more than once")
 			}

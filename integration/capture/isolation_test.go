@@ -1,6 +1,7 @@
 package capture
 
 import (
+	"fmt"
 	"net"
 	"strings"
 	"sync"
@@ -85,8 +86,7 @@ func TestDestinationsOfTheNodeItself(t *testing.T) {
 	proxy := testbed.StartRecordingProxy(n, testbed.ProxyAddress)
 	n.World.ServeCaller(testbed.Web)
 	d := n.StartDaemon()
-	pod := n.AddPod("curious")
-	for _, c := range []struct{ destination, rule string }{
+	for i, c := range []struct{ destination, rule string }{
 		// Captured, since nothing is excluded.
 		{"169.254.169.254:80", ""},
 		{"169.254.170.2:80", ""},
@@ -98,6 +98,7 @@ func TestDestinationsOfTheNodeItself(t *testing.T) {
 		{"[::1]:9999", "ip6tables -d ::1 --dport 9999"},
 	} {
 		t.Run(c.destination, func(t *testing.T) {
+			pod := n.AddPod(fmt.Sprint("curious-", i)) // the daemon logs one refusal in ten seconds for each pod
 			if c.rule != "" {
 				redirect(pod, c.rule)
 			}
@@ -109,9 +110,9 @@ func TestDestinationsOfTheNodeItself(t *testing.T) {
 			testbed.Eventually(t, "the daemon logs that it refused a connection to "+c.destination, func() bool {
 				return strings.Contains(strings.ReplaceAll(d.Log(), `"`, ""), want)
 			})
+			testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
 		})
 	}
-	testbed.WantCaller(t, pod.Host, testbed.Web, testbed.NodeIPv4)
 }
 
 // TestMetadataServiceByRulesOfThePod: the same with the addresses excluded, which is the default.
