@@ -115,7 +115,8 @@ func checkRequests(ctx context.Context, t *testing.T, c *envconf.Config, pod str
 	t.Helper()
 	for _, url := range urls(ctx, t, c) {
 		before := proxyRequests(ctx, t, c)
-		if out, err := inPod(ctx, c, namespace, pod, "wget", "-q", "-O-", url); err != nil || out != "hello\n" {
+		out, err := inPod(ctx, c, namespace, pod, "timeout", "60", "wget", "-q", "-O-", url)
+		if err != nil || out != "hello\n" {
 			t.Fatalf("request from %s to %s: got %q, %v", pod, url, out, err)
 		}
 		want := 0
