@@ -12,7 +12,7 @@ import (
 // uninstalls the plugin and releases the pods, and reports that. It does not before an update, a reboot, a drain or an
 // eviction, nor if the reason of the end is not known: captured pods then wait for the next daemon.
 func (d daemon) leave(ctx context.Context, p parts) (removed bool) {
-	if p.node == nil || d.keeper == nil || isClosed(p.agent.Succeeded()) {
+	if p.node == nil || d.keeper == nil || p.agent.IsSucceeded() {
 		return false
 	}
 	reason, err := p.node.Removed(ctx)
@@ -33,7 +33,7 @@ func (d daemon) leave(ctx context.Context, p parts) (removed bool) {
 		d.log.Error("the plugin cannot be uninstalled", "err", err)
 	}
 	p.agent.Dissolve(ctx)
-	return !isClosed(p.agent.Succeeded()) // else the next daemon has installed the plugin again
+	return !p.agent.IsSucceeded() // else the next daemon has installed the plugin again
 }
 
 // removeFiles removes the rest of sluice's files from the node, when all parts of the daemon have ended. runtime is the
@@ -52,13 +52,4 @@ func (d daemon) removeFiles(runtime string) error {
 	}
 	d.log.Info("sluice is removed from this node")
 	return nil
-}
-
-func isClosed(c <-chan struct{}) bool {
-	select {
-	case <-c:
-		return true
-	default:
-		return false
-	}
 }

@@ -67,9 +67,7 @@ func (s *netnsSearch) find(
 
 // indexOf returns the index of an address of p, or -1.
 func (n knownNetns) indexOf(p optin.Running) int {
-	return slices.IndexFunc(n.addresses, func(a netns.Address) bool {
-		return !a.Loopback && slices.Contains(p.IPs, a.Addr)
-	})
+	return slices.IndexFunc(n.addresses, func(a netns.Address) bool { return a.IsOf(p.IPs) })
 }
 
 // hasOther reports whether n has an address of a running pod other than p.

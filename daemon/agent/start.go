@@ -117,6 +117,9 @@ func (a *Agent) yieldIfReplaced() {
 // Succeeded is closed when another daemon has taken over.
 func (a *Agent) Succeeded() <-chan struct{} { return a.tenure.Succeeded() }
 
+// IsSucceeded reports whether another daemon has taken over.
+func (a *Agent) IsSucceeded() bool { return a.tenure.IsSucceeded() }
+
 // Returned takes over the listeners that a proxy holds of a daemon that did not live to hand them over. The proxy says
 // of which netns they are. While it holds them, no others can be opened there. Unwanted listeners are closed.
 func (a *Agent) Returned(netns string, files []*os.File) {

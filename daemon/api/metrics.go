@@ -89,8 +89,11 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 		}
 	}
 	flag := func(d *prometheus.Desc, v bool) {
-		values := map[bool]float64{true: 1}
-		send(d, prometheus.GaugeValue, values[v])
+		value := 0.0
+		if v {
+			value = 1
+		}
+		send(d, prometheus.GaugeValue, value)
 	}
 	up := m.API.Upstream.Status()
 	sums := m.sum(up)
@@ -118,11 +121,7 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 	send(uncapturedPods, prometheus.GaugeValue, float64(len(m.API.Agent.Uncaptured())))
 	send(enrolledPods, prometheus.CounterValue, float64(m.API.Agent.Enrolled()))
 	if k := m.API.Keeper; k != nil {
-		contested := 0
-		if (k.Contest() != attach.Contest{}) {
-			contested = 1
-		}
-		send(pluginContested, prometheus.GaugeValue, float64(contested))
+		flag(pluginContested, !k.Contest().IsZero())
 		send(pluginUndone, prometheus.CounterValue, float64(k.Undone()))
 	}
 }

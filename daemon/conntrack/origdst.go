@@ -21,13 +21,12 @@ const soOriginalDst = 80
 
 // OriginalDestination reads the address to which the app connected before nat redirected the connection.
 func OriginalDestination(c syscall.Conn) (netip.AddrPort, error) {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return netip.AddrPort{}, err
-	}
 	var dst netip.AddrPort
-	cerr := raw.Control(func(fd uintptr) { dst, err = originalDestination(int(fd)) })
-	return dst, errors.Join(cerr, err)
+	err := socket.Control(c, func(fd int) (err error) {
+		dst, err = originalDestination(fd)
+		return err
+	})
+	return dst, err
 }
 
 func originalDestination(fd int) (dst netip.AddrPort, err error) {

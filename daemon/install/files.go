@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/plugin/files"
 )
 
 // tempSuffix ends the name of a temporary file, which begins with a dot. No runtime loads a configuration with this
@@ -83,7 +85,7 @@ func replace(path string, data []byte, mode fs.FileMode, was []byte) error {
 		err = os.Rename(temp, path)
 	}
 	if err != nil {
-		return errors.Join(fmt.Errorf("writing %s: %w", path, err), ignoreMissing(os.Remove(temp)))
+		return errors.Join(fmt.Errorf("writing %s: %w", path, err), files.Remove(temp))
 	}
 	return syncDir(dir)
 }

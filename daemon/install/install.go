@@ -19,6 +19,7 @@ import (
 	"github.com/containernetworking/cni/libcni"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/files"
 )
 
 const (
@@ -57,10 +58,18 @@ func (i Installer) Install() (written []string, err error) {
 		return nil, err
 	}
 	defer unlock()
-	if err := ignoreMissing(os.Remove(attach.UninstalledMark(i.StateDir))); err != nil {
-		return nil, fmt.Errorf("installing after an uninstall: %w", err)
+	if err := i.forgetUninstall(); err != nil {
+		return nil, err
 	}
 	return i.installLocked()
+}
+
+// forgetUninstall removes the mark of an earlier uninstallation.
+func (i Installer) forgetUninstall() error {
+	if err := files.Remove(attach.UninstalledMark(i.StateDir)); err != nil {
+		return fmt.Errorf("installing after an uninstall: %w", err)
+	}
+	return nil
 }
 
 // installLocked is Install, for a caller that holds the lock.

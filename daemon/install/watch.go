@@ -3,9 +3,7 @@ package install
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
-	"os"
 	"sync"
 	"time"
 
@@ -54,7 +52,7 @@ func (k *Keeper) Ready() error {
 	switch {
 	case !k.scanned:
 		return errors.New("the plugin is not installed yet")
-	case k.err == nil && k.contest != attach.Contest{}:
+	case k.err == nil && !k.contest.IsZero():
 		return errors.New(k.contest.Reason)
 	}
 	return k.err
@@ -96,10 +94,7 @@ func (k *Keeper) record(written []string, err error) (isNew bool) {
 
 // Begin forgets an earlier uninstallation. The caller calls it before Run.
 func (k *Keeper) Begin() error {
-	if err := ignoreMissing(os.Remove(attach.UninstalledMark(k.StateDir))); err != nil {
-		return fmt.Errorf("installing after an uninstall: %w", err)
-	}
-	return nil
+	return k.forgetUninstall()
 }
 
 // watch watches the CNI directories, as far as it can: a node has few inotify instances for all programs of a user
@@ -176,7 +171,7 @@ func (k *Keeper) rescan(b *backoff) {
 func (k *Keeper) contested(path string) {
 	reason := k.culprit(path)
 	k.mu.Lock()
-	isNew := k.contest == attach.Contest{}
+	isNew := k.contest.IsZero()
 	if isNew {
 		k.contest.Since = time.Now()
 	}
@@ -191,7 +186,7 @@ func (k *Keeper) contested(path string) {
 // uncontested notes that the installation has stood for a while.
 func (k *Keeper) uncontested() {
 	k.mu.Lock()
-	ended := k.contest != attach.Contest{}
+	ended := !k.contest.IsZero()
 	k.contest = attach.Contest{}
 	k.mu.Unlock()
 	if ended {

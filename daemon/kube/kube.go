@@ -93,15 +93,19 @@ func New(client kubernetes.Interface, node string, conf config.Config, log *slog
 // watch makes an informer factory for the objects in namespace that have the value in field; an empty field matches
 // all. Each kind of object has its own factory, because a factory applies one field selector to everything.
 func (n *Node) watch(namespace, field, value string) core.Interface {
-	options := []informers.SharedInformerOption{informers.WithNamespace(namespace), informers.WithTransform(strip)}
-	if field != "" {
-		options = append(options, informers.WithTweakListOptions(func(o *metav1.ListOptions) {
+	return n.factory(namespace, func(o *metav1.ListOptions) {
+		if field != "" {
 			o.FieldSelector = fields.OneTermEqualSelector(field, value).String()
-		}))
-	}
-	f := informers.NewSharedInformerFactoryWithOptions(n.client, 0, options...) // 0: no resync
+		}
+	}).Core().V1()
+}
+
+// factory makes an informer factory that Run starts.
+func (n *Node) factory(namespace string, tweak func(*metav1.ListOptions)) informers.SharedInformerFactory {
+	f := informers.NewSharedInformerFactoryWithOptions(n.client, 0, // no resync
+		informers.WithNamespace(namespace), informers.WithTransform(strip), informers.WithTweakListOptions(tweak))
 	n.factories = append(n.factories, f)
-	return f.Core().V1()
+	return f
 }
 
 // strip saves memory: it keeps only the identity, the labels, the taints and the runtime of a node, and drops

@@ -34,13 +34,10 @@ type owner struct {
 // FollowDaemonSet keeps the view of the DaemonSet of this daemon's pod, for Removed. The caller calls it before Run.
 func (n *Node) FollowDaemonSet(name config.Name) {
 	factory := func(namespace, name string) informers.SharedInformerFactory {
-		f := informers.NewSharedInformerFactoryWithOptions(n.client, 0, informers.WithNamespace(namespace),
-			informers.WithTransform(strip), informers.WithTweakListOptions(func(o *metav1.ListOptions) {
-				o.FieldSelector = selectName(name)
-				o.TimeoutSeconds = &longWatch
-			}))
-		n.factories = append(n.factories, f)
-		return f
+		return n.factory(namespace, func(o *metav1.ListOptions) {
+			o.FieldSelector = selectName(name)
+			o.TimeoutSeconds = &longWatch
+		})
 	}
 	sets := factory(name.Namespace, name.Name).Apps().V1().DaemonSets()
 	namespaces := factory(metav1.NamespaceAll, name.Namespace).Core().V1().Namespaces()

@@ -65,7 +65,7 @@ func (n *Node) keepTaint(ctx context.Context, after time.Duration, s attach.Stat
 		taints = append(taints, corev1.Taint{Key: Taint, Effect: corev1.TaintEffectNoSchedule})
 		warning, event, attempt, change = true, "SluiceNodeTainted", "adding", "added"
 		reason, since := s.Contested.Reason, s.Contested.Since
-		if (s.Contested == attach.Contest{}) {
+		if s.Contested.IsZero() {
 			reason, since = fmt.Sprint(s.Upstream.Late()), s.Upstream.Since
 		}
 		why = fmt.Sprintf("%s (for %s)", reason, now.Sub(since).Round(time.Second))
@@ -101,7 +101,7 @@ func (n *Node) ReportContest(ctx context.Context, contest func() attach.Contest)
 }
 
 func (n *Node) reportContest(node *corev1.Node, c attach.Contest) {
-	if (c == attach.Contest{}) {
+	if c.IsZero() {
 		n.reportNode(node, false, "SluicePluginInstalled",
 			"no other program undoes the installation of the plugin any more: new pods are captured when they start")
 		return
@@ -112,7 +112,7 @@ func (n *Node) reportContest(node *corev1.Node, c attach.Contest) {
 // wantTaint tells whether the node should have the taint. The taint stays as it is while the upstream has been late, or
 // the plugin's installation contested, for less than after, and while the daemon is not ready yet.
 func wantTaint(tainted bool, after time.Duration, s attach.Status, now time.Time) bool {
-	contested := s.Contested != attach.Contest{}
+	contested := !s.Contested.IsZero()
 	switch {
 	case after > 0 && contested && now.Sub(s.Contested.Since) >= after:
 		return true

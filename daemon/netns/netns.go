@@ -25,15 +25,24 @@ type Address struct {
 	Loopback bool
 }
 
+// IsOf reports whether a is one of the addresses of a pod, on an interface that is no loopback.
+func (a Address) IsOf(ips []netip.Addr) bool { return !a.Loopback && slices.Contains(ips, a.Addr) }
+
 // Addresses lists the addresses in the netns at path, in the order of its interfaces.
 func Addresses(path string) ([]Address, error) {
-	var found []Address
-	err := ns.WithNetNSPath(path, func(ns.NetNS) error {
+	_, found, err := list(path)
+	return found, err
+}
+
+// list lists the names of the interfaces in the netns at path, and their addresses.
+func list(path string) (names []string, found []Address, err error) {
+	err = ns.WithNetNSPath(path, func(ns.NetNS) error {
 		interfaces, err := net.Interfaces()
 		if err != nil {
 			return err
 		}
 		for _, i := range interfaces {
+			names = append(names, i.Name)
 			addrs, err := i.Addrs()
 			if err != nil {
 				return err
@@ -49,9 +58,9 @@ func Addresses(path string) ([]Address, error) {
 		return nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("listing addresses in netns %s: %w", path, err)
+		return nil, nil, fmt.Errorf("listing addresses in netns %s: %w", path, err)
 	}
-	return found, nil
+	return names, found, nil
 }
 
 // Bridges lists the interface indices of the bridges in the netns at path.

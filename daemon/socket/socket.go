@@ -47,20 +47,21 @@ func Reset(c Stream) {
 
 // SetResetOnClose makes any close of the connection, the exit of the process included, send a RST, or undoes that.
 func SetResetOnClose(c Stream, reset bool) error {
-	l := unix.Linger{}
 	if reset {
-		l.Onoff = 1
+		return Control(c, ResetOnClose)
 	}
-	return control(c, func(fd int) error { return unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &l) })
+	return Control(c, func(fd int) error {
+		return unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{})
+	})
 }
 
 // CloseWrite sends a FIN: the peer reads the end of the data.
 func CloseWrite(c Stream) error {
-	return control(c, func(fd int) error { return unix.Shutdown(fd, unix.SHUT_WR) })
+	return Control(c, func(fd int) error { return unix.Shutdown(fd, unix.SHUT_WR) })
 }
 
-// control calls do with the descriptor of c.
-func control(c syscall.Conn, do func(fd int) error) error {
+// Control calls do with the descriptor of c. The errors are that of do, and that of a c that is closed.
+func Control(c syscall.Conn, do func(fd int) error) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
@@ -97,7 +98,7 @@ func IsDelivered(c syscall.Conn) bool { return length(c, unix.SIOCOUTQ) == 0 }
 
 // length returns the length of one of the kernel's queues of c, or -1 if c is closed.
 func length(c syscall.Conn, queue uint) (n int) {
-	err := control(c, func(fd int) (err error) {
+	err := Control(c, func(fd int) (err error) {
 		n, err = unix.IoctlGetInt(fd, queue)
 		return err
 	})
@@ -138,7 +139,7 @@ func Carried(c syscall.Conn) uint64 {
 }
 
 func tcpInfo(c syscall.Conn) (info *unix.TCPInfo, err error) {
-	err = control(c, func(fd int) (err error) {
+	err = Control(c, func(fd int) (err error) {
 		info, err = unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
 		return err
 	})

@@ -35,9 +35,9 @@ const hookSeconds = 2
 // adjustment returns the additions to a container of a wanted pod. Additions that are there already stay: another
 // sluiced may have made them, and the runtime does not create a container for which two plugins want the same.
 func (t *Trust) adjustment(c *api.Container) *api.ContainerAdjustment {
-	adjust := &api.ContainerAdjustment{}
+	adjust, has := &api.ContainerAdjustment{}, environment(c)
 	if t.hookFile.isUsable() && !hasHook(c) {
-		adjust.AddHooks(&api.Hooks{CreateContainer: []*api.Hook{t.hook(c)}})
+		adjust.AddHooks(&api.Hooks{CreateContainer: []*api.Hook{t.hook(c.GetId(), has)}})
 	}
 	source := t.files.folder()
 	mounted := mountAt(c, MountPath)
@@ -52,7 +52,6 @@ func (t *Trust) adjustment(c *api.Container) *api.ContainerAdjustment {
 	} else if mounted.GetSource() != source {
 		return adjust
 	}
-	has := environment(c)
 	for _, v := range variables {
 		_, present := has[v.name]
 		_, loses := has[v.unless]
@@ -63,13 +62,13 @@ func (t *Trust) adjustment(c *api.Container) *api.ContainerAdjustment {
 	return adjust
 }
 
-func (t *Trust) hook(c *api.Container) *api.Hook {
+func (t *Trust) hook(containerID string, has map[string]string) *api.Hook {
 	return &api.Hook{
 		Path: t.config.Hook,
 		Args: append([]string{
-			t.config.Hook, hookCommand, "--ca", t.files.caPEM(), "--report", t.files.report(c.GetId()),
+			t.config.Hook, hookCommand, "--ca", t.files.caPEM(), "--report", t.files.report(containerID),
 			"--bundle", BundlePath,
-		}, namedArgs(namedStores(c))...),
+		}, namedArgs(namedStores(has))...),
 		Env:     []string{"GOMAXPROCS=1"}, // a start with more threads costs more than they gain
 		Timeout: api.Int(hookSeconds),
 	}
@@ -110,8 +109,7 @@ var naming = []string{
 const maxNamed = 16
 
 // namedStores returns the paths that a container's own variables name. Those of ours lead to the mount.
-func namedStores(c *api.Container) []string {
-	has := environment(c)
+func namedStores(has map[string]string) []string {
 	var paths []string
 	for _, name := range naming {
 		values := []string{has[name]}

@@ -12,6 +12,7 @@ import (
 	"github.com/containerd/nri/pkg/api"
 
 	"github.com/sluice-cni/sluice/daemon/printable"
+	"github.com/sluice-cni/sluice/plugin/files"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -34,11 +35,12 @@ type container struct {
 
 func (t *Trust) newContainer(podUID string, c *api.Container) *container {
 	mounted := mountAt(c, MountPath)
-	_, equipped := environment(c)[variables[0].name]
+	has := environment(c)
+	_, equipped := has[variables[0].name]
 	return &container{
 		id: c.GetId(), name: c.GetName(), pod: podUID, pid: int(c.GetPid()),
 		mounted:  mounted != nil && mounted.GetSource() == t.files.folder(),
-		equipped: equipped, named: namedStores(c),
+		equipped: equipped, named: namedStores(has),
 		state: truststore.Unknown, note: "not looked at yet",
 	}
 }
@@ -95,7 +97,7 @@ func (t *Trust) removeReports(keep map[string]bool) {
 }
 
 func (t *Trust) removeReport(id string) {
-	if err := os.Remove(t.files.report(id)); err != nil && !os.IsNotExist(err) {
+	if err := files.Remove(t.files.report(id)); err != nil {
 		t.config.Log.Warn("a report is not removed", "container", id, "err", err)
 	}
 }

@@ -14,6 +14,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/plugin/files"
 )
 
 // Listener is a unix socket that listens. No path leads to it before Publish. It closes connections of peers that are
@@ -72,7 +74,7 @@ func bind(network, path string, forGroup bool, log *slog.Logger) (*Listener, err
 	}
 	file, err := setMode(unnamed, mode)
 	if err != nil {
-		return nil, errors.Join(err, l.Close(), ignoreMissing(os.Remove(unnamed)))
+		return nil, errors.Join(err, l.Close(), files.Remove(unnamed))
 	}
 	return &Listener{l, path, unnamed, file, forGroup, log}, nil
 }
@@ -100,17 +102,13 @@ func setMode(path string, mode os.FileMode) (os.FileInfo, error) {
 // exists.
 func clearPlace(path string) error {
 	info, err := os.Lstat(path)
-	if err != nil || !info.IsDir() {
-		return ignoreMissing(err)
-	}
-	return os.Remove(path)
-}
-
-func ignoreMissing(err error) error {
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
-	return err
+	if err != nil || !info.IsDir() {
+		return err
+	}
+	return os.Remove(path)
 }
 
 // Publish puts the socket at its path, in place of a socket that another daemon left behind or has handed over. There
@@ -130,7 +128,7 @@ func (l *Listener) Publish() error {
 func (l *Listener) Close() error {
 	err := l.Listener.Close()
 	if l.unnamed != "" {
-		err = errors.Join(err, ignoreMissing(os.Remove(l.unnamed)))
+		err = errors.Join(err, files.Remove(l.unnamed))
 	}
 	return err
 }

@@ -63,21 +63,32 @@ func TestConnectRequestNamesDestinationAndPod(t *testing.T) {
 			"CONNECT 192.0.2.7:443 HTTP/1.1\r\nHost: 192.0.2.7:443\r\n\r\n",
 		},
 	} {
-		got := make(chan string, 1)
-		p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
+		checkSent(t, name, config.Connect, tc.req, tc.want, func(conn *net.TCPConn) string {
 			asked, _ := readConnect(conn)
 			_, _ = io.WriteString(conn, "HTTP/1.1 200 OK\r\n\r\n")
-			more, _ := io.ReadAll(conn) // until the test closes the connection
-			got <- asked + string(more)
+			return asked
 		})
-		conn, first, err := ask(t, p.Addr().String(), config.Connect, tc.req)
-		if err != nil || len(first) > 0 {
-			t.Fatalf("%s: got %q, %v", name, first, err)
-		}
-		_ = conn.Close()
-		if diff := cmp.Diff(tc.want, <-got); diff != "" {
-			t.Errorf("%s (-want +got):\n%s", name, diff)
-		}
+	}
+}
+
+// checkSent checks all that is sent for a request. grant grants it, and returns what it has read.
+func checkSent(
+	t *testing.T, name string, protocol config.Protocol, req Request, want string, grant func(*net.TCPConn) string,
+) {
+	t.Helper()
+	got := make(chan string, 1)
+	p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
+		asked := grant(conn)
+		more, _ := io.ReadAll(conn) // until the test closes the connection
+		got <- asked + string(more)
+	})
+	conn, first, err := ask(t, p.Addr().String(), protocol, req)
+	if err != nil || len(first) > 0 {
+		t.Fatalf("%s: got %q, %v", name, first, err)
+	}
+	_ = conn.Close()
+	if diff := cmp.Diff(want, <-got); diff != "" {
+		t.Errorf("%s (-want +got):\n%s", name, diff)
 	}
 }
 

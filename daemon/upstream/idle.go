@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/socket"
 )
 
 // idleConn is a connection to the upstream on which nothing has been requested yet. A goroutine watches it until there
@@ -32,10 +34,13 @@ func (c *idleConn) watch() {
 	if err != nil {
 		return // closed
 	}
-	_ = raw.Read(func(fd uintptr) bool {
-		_, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
-		return !errors.Is(err, unix.EAGAIN)
-	})
+	_ = raw.Read(hasNews)
+}
+
+// hasNews reports whether there is something to read from a socket: bytes, or its end.
+func hasNews(fd uintptr) bool {
+	_, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	return !errors.Is(err, unix.EAGAIN)
 }
 
 // Read reads the answer. It waits for the watch, which ends by itself: to cancel the watch before every request would
@@ -55,15 +60,12 @@ func (c *idleConn) endWatch() error {
 }
 
 // isReadable reports whether conn has bytes, or has ended.
-func isReadable(conn *net.TCPConn) bool {
-	raw, err := conn.SyscallConn()
-	if err != nil {
-		return true // closed
-	}
-	cerr := raw.Control(func(fd uintptr) {
-		_, _, err = unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+func isReadable(conn *net.TCPConn) (readable bool) {
+	err := socket.Control(conn, func(fd int) error {
+		readable = hasNews(uintptr(fd))
+		return nil
 	})
-	return cerr != nil || !errors.Is(err, unix.EAGAIN)
+	return err != nil || readable
 }
 
 // locateInterval is the time between looks whether the upstream is still at the other end of the idle connection.

@@ -8,8 +8,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -57,19 +55,7 @@ func TestProxyHeaderNamesBothEndsAndThePod(t *testing.T) {
 				"\xe1\x00\xff" + strings.Repeat("x", 255),
 		},
 	} {
-		got := make(chan string, 1)
-		p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
-			all, _ := io.ReadAll(conn) // until the test closes the connection
-			got <- string(all)
-		})
-		conn, first, err := ask(t, p.Addr().String(), config.ProxyV2, tc.req)
-		if err != nil || len(first) > 0 {
-			t.Fatalf("%s: got %q, %v", name, first, err)
-		}
-		_ = conn.Close()
-		if diff := cmp.Diff(tc.want, <-got); diff != "" {
-			t.Errorf("%s (-want +got):\n%s", name, diff)
-		}
+		checkSent(t, name, config.ProxyV2, tc.req, tc.want, func(*net.TCPConn) string { return "" })
 	}
 }
 

@@ -65,6 +65,12 @@ func (u *Upstream) isReadyLocked() bool {
 	}
 }
 
+func (u *Upstream) isReady() bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.isReadyLocked()
+}
+
 // Wait returns when the upstream is there, or with the error of ctx.
 func (u *Upstream) Wait(ctx context.Context) error {
 	u.mu.Lock()
@@ -80,10 +86,7 @@ func (u *Upstream) Wait(ctx context.Context) error {
 
 // WaitToRetry waits before a request is made again: for d, or if the upstream is late, until it is there.
 func (u *Upstream) WaitToRetry(ctx context.Context, d time.Duration) error {
-	u.mu.Lock()
-	late := !u.isReadyLocked()
-	u.mu.Unlock()
-	if !late {
+	if u.isReady() {
 		_ = pause.For(ctx, d) // Wait looks at ctx
 	}
 	return u.Wait(ctx)

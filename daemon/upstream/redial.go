@@ -9,15 +9,14 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/socket"
 )
 
 // redial is dial, at a tenth of its cost while the upstream refuses connections: a daemon whose upstream is late does
 // little else, twelve times a second. net.Dialer wakes a goroutine and other threads for each attempt.
 func (u *Upstream) redial(ctx context.Context) (*net.TCPConn, error) {
-	u.mu.Lock()
-	late := !u.isReadyLocked()
-	u.mu.Unlock()
-	if !late {
+	if u.isReady() {
 		return u.dial(ctx)
 	}
 	address, err := u.locate()
@@ -35,11 +34,7 @@ func (u *Upstream) redial(ctx context.Context) (*net.TCPConn, error) {
 // connectAtOnce connects to address if the kernel knows the outcome at once, as it does within the node. Else both
 // results are nil.
 func connectAtOnce(at netip.AddrPort) (*net.TCPConn, error) {
-	var to unix.Sockaddr = &unix.SockaddrInet6{Port: int(at.Port()), Addr: at.Addr().As16()}
-	family := unix.AF_INET6
-	if ip := at.Addr().Unmap(); ip.Is4() {
-		to, family = &unix.SockaddrInet4{Port: int(at.Port()), Addr: ip.As4()}, unix.AF_INET
-	}
+	family, to := socket.Sockaddr(netip.AddrPortFrom(at.Addr().Unmap(), at.Port()))
 	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("dialing the upstream: %w", err)

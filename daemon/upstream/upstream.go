@@ -107,10 +107,7 @@ func (u *Upstream) recordDialed() {
 		u.markReady()
 		return
 	}
-	u.mu.Lock()
-	late := !u.isReadyLocked()
-	u.mu.Unlock()
-	if late {
+	if !u.isReady() {
 		select {
 		case u.dialed <- struct{}{}:
 		default:

@@ -65,7 +65,7 @@ func (f OptedInFile) Write(o OptedIn) error {
 
 // Remove removes the list; without one it does nothing.
 func (f OptedInFile) Remove() error {
-	if err := os.Remove(string(f)); err != nil && !errors.Is(err, os.ErrNotExist) {
+	if err := files.Remove(string(f)); err != nil {
 		return fmt.Errorf("removing the namespaces that opted in: %w", err)
 	}
 	return nil

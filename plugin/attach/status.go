@@ -26,6 +26,9 @@ type Contest struct {
 	Reason string `json:"reason"`
 }
 
+// IsZero reports whether no program undoes the installation.
+func (c Contest) IsZero() bool { return c == Contest{} }
+
 // UncapturedPod is a running pod that opted in and is not captured.
 type UncapturedPod struct {
 	// Pod is Pod.String.

@@ -95,7 +95,7 @@ func read(path string) (Record, error) {
 
 // Remove deletes the record of id; without such a record it does nothing.
 func (s Store) Remove(id ID) error {
-	if err := os.Remove(s.path(id)); err != nil && !errors.Is(err, os.ErrNotExist) {
+	if err := files.Remove(s.path(id)); err != nil {
 		return fmt.Errorf("removing attachment record: %w", err)
 	}
 	return nil

@@ -18,15 +18,7 @@ func Replace(path string, data []byte, mode fs.FileMode, pattern string) error {
 	if err != nil {
 		return err
 	}
-	_, err = temp.Write(data)
-	err = errors.Join(err, temp.Chmod(mode), temp.Close())
-	if err == nil {
-		err = os.Rename(temp.Name(), path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(temp.Name()))
-	}
-	return nil
+	return finish(temp, path, data, mode, false)
 }
 
 // ReplaceSynced is Replace for a file that outlives the boot: each reader sees the old content or the new one after a
@@ -37,8 +29,21 @@ func ReplaceSynced(path string, data []byte, mode fs.FileMode) error {
 	if err != nil {
 		return err
 	}
-	_, err = temp.Write(data)
-	if err == nil {
+	if err := finish(temp, path, data, mode, true); err != nil {
+		return err
+	}
+	dir, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}
+
+// finish fills a temporary file, closes it and puts it at path.
+func finish(temp *os.File, path string, data []byte, mode fs.FileMode, synced bool) error {
+	_, err := temp.Write(data)
+	err = errors.Join(err, temp.Chmod(mode))
+	if err == nil && synced {
 		err = temp.Sync()
 	}
 	if err = errors.Join(err, temp.Close()); err == nil {
@@ -47,11 +52,15 @@ func ReplaceSynced(path string, data []byte, mode fs.FileMode) error {
 	if err != nil {
 		return errors.Join(err, os.Remove(temp.Name())) // a full disk gets its space back
 	}
-	dir, err := os.Open(filepath.Dir(path))
-	if err != nil {
+	return nil
+}
+
+// Remove removes a file. It is no error if there is none.
+func Remove(path string) error {
+	if err := os.Remove(path); !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	return errors.Join(dir.Sync(), dir.Close())
+	return nil
 }
 
 // ReadBounded reads a file that has at most limit bytes. A larger one is an error.
