@@ -62,6 +62,16 @@ func tcp(src, dst netip.AddrPort, flags byte) []byte {
 	return b
 }
 
+// signed is a segment with an MD5 signature (RFC 2385), which is wrong. The kernel does not even answer it with a reset.
+func signed(src, dst netip.AddrPort, flags byte) []byte {
+	b := tcp(src, dst, flags)
+	b[12] = 10 << 4 // the length of the header, in words
+	b = append(append(b, 19, 18), make([]byte, 16+2)...)
+	b[16], b[17] = 0, 0
+	binary.BigEndian.PutUint16(b[16:], tcpChecksum(src.Addr(), dst.Addr(), b))
+	return b
+}
+
 func segmentOf(src, dst netip.AddrPort, flags byte, chain ...header) []byte {
 	return ip(src.Addr(), dst.Addr(), unix.IPPROTO_TCP, tcp(src, dst, flags), chain...)
 }
@@ -113,6 +123,14 @@ func (l *lab) via(name string, mark uint32, packet []byte) {
 		copy(packet, make([]byte, 12))
 	}
 	w.send(packet, etherType)
+}
+
+// fromOutside sends an IP packet to the pod.
+func (l *lab) fromOutside(packet []byte) {
+	frame := l.ethernet(packet)
+	copy(frame, l.macs[1])
+	copy(frame[6:], l.macs[0])
+	l.outer.send(frame, unix.ETH_P_ALL)
 }
 
 // raw is the name of the raw socket for the family of a packet.
@@ -222,12 +240,16 @@ var attempts = []attempt{
 	{"connections on the ports of one from outside", func(l *lab) {
 		for _, f := range l.flows() {
 			pod := netip.AddrPortFrom(f.pod.Addr(), 20003)
-			p := segmentOf(f.captured, pod, syn)
-			frame := l.ethernet(p)
-			copy(frame, l.macs[1])
-			copy(frame[6:], l.macs[0])
-			l.outer.send(frame, unix.ETH_P_ALL)
-			p = segmentOf(pod, f.captured, syn)
+			l.fromOutside(segmentOf(f.captured, pod, syn))
+			p := segmentOf(pod, f.captured, syn)
+			l.via(raw(p, ""), 0, p)
+		}
+	}},
+	{"connections on the ports of one from outside that is not answered", func(l *lab) {
+		for _, f := range l.flows() {
+			pod := netip.AddrPortFrom(f.pod.Addr(), 20005)
+			l.fromOutside(ip(f.captured.Addr(), pod.Addr(), unix.IPPROTO_TCP, signed(f.captured, pod, syn)))
+			p := segmentOf(pod, f.captured, syn)
 			l.via(raw(p, ""), 0, p)
 		}
 	}},

@@ -70,7 +70,7 @@ const QUICPort = 443
 
 // Revision is raised whenever a Ruleset renders to other rules than before: the daemon then replaces the rules that an
 // earlier version installed.
-const Revision = 3
+const Revision = 4
 
 // Ruleset describes which connections of one pod netns are captured.
 type Ruleset struct {

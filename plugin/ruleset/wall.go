@@ -143,7 +143,11 @@ func (r Ruleset) leaving() chain {
 			match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetPass,
 			"its connection was let out",
 		},
-		{match{proto: "tcp", state: ctReply, answers: true}, targetPass, "an answer to a connection from outside"},
+		// Never a SYN: conntrack takes one for the answer to a SYN from outside (a simultaneous open), and nat is not asked.
+		{
+			match{proto: "tcp", state: ctReply, notSYN: true, answers: true}, targetPass,
+			"an answer to a connection from outside",
+		},
 		// Only with state NEW: the entry outlives the connection, and its port may get another user.
 		{match{proto: "tcp", syn: true, state: ctNew, letOut: true}, targetPass, "sluiced lets it go direct"},
 	}...)
