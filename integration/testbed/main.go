@@ -33,6 +33,10 @@ func Main(m *testing.M) int {
 	if err := os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin"); err != nil {
 		return failMain("PATH", err)
 	}
+	// Without it, lines of mitmproxy's log wait in a buffer until mitmproxy prints a flow, and tests wait for the lines.
+	if err := os.Setenv("PYTHONUNBUFFERED", "1"); err != nil {
+		return failMain("PYTHONUNBUFFERED", err)
+	}
 	if os.Geteuid() != 0 {
 		return mainInUserNS()
 	}
