@@ -19,6 +19,8 @@ packages=(cni capture waiting relay handover escape sockets cli)
 others='/^mitmproxy_(connect|socks5)$'
 
 main() {
+    trap 'exit 130' INT
+    trap 'exit 143' TERM HUP
     mkdir -p "$run"
     if ! docker info >"$run/docker.log" 2>&1; then
         start_docker
