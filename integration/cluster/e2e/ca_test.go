@@ -280,7 +280,8 @@ func deletePods(ctx context.Context, t *testing.T, c *envconf.Config, namespace,
 	waitFor(ctx, t, "other pods "+selector+" are ready", func() (bool, error) {
 		err := client(c).WithNamespace(namespace).List(ctx, &pods, selected)
 		return len(pods.Items) == len(old.Items) && !slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool {
-			return !isPodReady(&p) || slices.ContainsFunc(old.Items, func(o corev1.Pod) bool { return o.Name == p.Name })
+			isOld := slices.ContainsFunc(old.Items, func(o corev1.Pod) bool { return o.Name == p.Name })
+			return isOld || !isPodReady(&p)
 		}), err
 	})
 }

@@ -1,6 +1,6 @@
 // Package e2e tests sluice on the Kubernetes cluster that KUBECONFIG names: the node of integration/cluster, or kind.
-// Its nodes must have the images sluice:e2e, mitmproxy:e2e and tools:e2e. Daemon and proxy run on all nodes, the pods of
-// the tests on the first node that takes ordinary pods, unless a test is about the others.
+// Its nodes must have the images sluice:e2e, mitmproxy:e2e and tools:e2e. Daemon and proxy run on all nodes, and the
+// pods of the tests on the first node that takes ordinary pods, unless a test is about the others.
 package e2e
 
 import (
