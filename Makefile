@@ -105,7 +105,7 @@ bench-e2e: cluster-up ## * Measure pod starts and a full node on such a node aga
 		KUBECONFIG=$(CURDIR)/bin/cluster/node/kubeconfig \
 			go test -count=1 -run '^$$' -bench . -benchtime 1x -timeout 30m ./e2e
 
-e2e-kind: build bin/cluster/cluster bin/tools/helm ## Run the end-to-end tests on a kind cluster; needs Docker and kind
+e2e-kind: build bin/cluster/cluster bin/tools/helm bin/tools/kind ## Run them on kind, and netns tests inside a node
 	integration/cluster/kind.sh
 
 cluster-up: build bin/cluster/cluster ## * Start a Kubernetes node on this machine, with images of sluice and mitmproxy
@@ -130,12 +130,19 @@ clean: ## Remove bin/, and the Kubernetes node if one runs
 	if [ -x bin/cluster/cluster ]; then bin/cluster/cluster down; fi
 	rm -rf bin
 
-# Development tools, in the versions that tools/go.mod and tools/helm/go.mod name.
+# Development tools, in the versions that tools/go.mod, tools/helm/go.mod and tools/kind/go.mod name.
 bin/tools/golangci-lint: tools/go.mod tools/go.sum
 	go build -C tools -o ../$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
 bin/tools/helm: tools/helm/go.mod tools/helm/go.sum
 	go build -C tools/helm -o ../../$@ helm.sh/helm/v3/cmd/helm
+
+bin/tools/kind: tools/kind/go.mod tools/kind/go.sum
+	go build -C tools/kind -o ../../$@ sigs.k8s.io/kind
+
+# The etcd of a kind node whose image is made on this machine.
+bin/tools/etcd: tools/kind/go.mod tools/kind/go.sum
+	CGO_ENABLED=0 go build -C tools/kind -o ../../$@ go.etcd.io/etcd/server/v3
 
 bin/tools/cnitool: tools/go.mod tools/go.sum
 	go build -C tools -o ../$@ github.com/containernetworking/cni/cnitool

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	authv1 "k8s.io/api/authorization/v1"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
@@ -172,18 +173,42 @@ func hostNetworkPod(ctx context.Context, t *testing.T, c *envconf.Config) {
 	must(t, client(c).Delete(ctx, p))
 }
 
+// rollout rolls the daemons of all nodes out again, while a captured pod of each node sends requests.
 func rollout(ctx context.Context, t *testing.T, c *envconf.Config) {
-	requests := "for i in $(seq 200); do wget -q -O/dev/null " + urls(ctx, t, c)[0] + " || exit 1; done"
-	outcome := make(chan error, 1)
-	go func() {
-		_, err := inPod(ctx, c, namespace, "captured", "sh", "-c", requests)
-		outcome <- err
-	}()
+	const count = 200
+	url := urls(ctx, t, c)[0]
+	requests := fmt.Sprintf("for i in $(seq %d); do wget -q -O/dev/null %s || exit 1; done", count, url)
+	atProxy := map[string]int{}
+	outcomes := make(chan error, 1+len(others))
+	begin := func(node, pod string) {
+		atProxy[node] = proxyRequestsOn(ctx, t, c, node, url)
+		go func() {
+			_, err := inPod(ctx, c, namespace, pod, "sh", "-c", requests)
+			outcomes <- err
+		}()
+	}
+	for i, name := range others {
+		p := newPod(fmt.Sprintf("captured-%d", i), namespace, capture, "sleep 86400", "")
+		p.Spec.NodeSelector = map[string]string{corev1.LabelHostname: name}
+		p.Spec.Tolerations = []corev1.Toleration{{Operator: corev1.TolerationOpExists}}
+		must(t, client(c).Create(ctx, p))
+		defer func() { must(t, client(c).Delete(context.WithoutCancel(ctx), p)) }()
+		waitFor(ctx, t, p.Name+" runs", func() (bool, error) { return running(ctx, c, p.Name), nil })
+		begin(name, p.Name)
+	}
+	begin(home, "captured")
 	annotated := fmt.Sprintf(`{"spec":{"template":{"metadata":{"annotations":{"e2e":"%d"}}}}}`, time.Now().UnixNano())
 	must(t, client(c).Patch(ctx, daemonSet(system, "sluice"), mergePatch(annotated)))
 	waitForRollout(ctx, t, c, system, "sluice")
-	if err := <-outcome; err != nil {
-		t.Errorf("a request failed: %v", err)
+	for range atProxy {
+		if err := <-outcomes; err != nil {
+			t.Errorf("a request failed: %v", err)
+		}
+	}
+	for name, before := range atProxy {
+		waitFor(ctx, t, "the proxy of "+name+" has logged every request", func() (bool, error) {
+			return proxyRequestsOn(ctx, t, c, name, url) == before+count, nil
+		})
 	}
 }
 
