@@ -61,7 +61,7 @@ fuzz: ## Run each fuzz target for FUZZTIME (default 20s)
 fuzz-rules: ## * Try for FUZZRULESTIME (default 1h) to get TCP out of captured pods; take all rules away one by one
 	integration/setup.sh test
 	CGO_ENABLED=1 go test -race -count=1 -v -timeout 0 ./integration/escape \
-		-args -escape.duration=$(FUZZRULESTIME) -escape.every
+		-args -escape.duration=$(FUZZRULESTIME) -escape.seed=$$(date +%s) -escape.every
 
 bench: build ## * Measure latency, throughput, ADD and memory against their budgets; write bin/bench.json
 	integration/setup.sh bench
