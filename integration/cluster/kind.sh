@@ -10,6 +10,8 @@ name=sluice-e2e
 run=$PWD/bin/kind/run
 kubeconfig=$run/kubeconfig
 image=${KIND_IMAGE-}
+# The version before this one, for the test of an update.
+previous=7ac61e869dcbb42fd765cd99c7f23dc1e4970af0
 in_network=() # runs a command in the network in which ports of Docker are published
 
 # The packages of tests that a node of kind has all programs for. docker, dockertls, oci and truststore take dockerd or
@@ -35,6 +37,7 @@ main() {
         --retain ${image:+--image "$image"}
     docker cp -L "$name-control-plane:/usr/bin/kubectl" "$run/kubectl" # the commands of the manual need it
     load sluice bin/sluice bin/sluiced
+    load_previous
     load mitmproxy bin/mitmproxy/12.3.1
     load tools
     test_cluster
@@ -50,12 +53,25 @@ load() {
     rm "$run/image.tar"
 }
 
+# load_previous builds the image sluice:previous of the version before this one, and loads it onto the nodes.
+load_previous() {
+    local source=$run/previous
+    mkdir -p "$source"
+    git archive "$previous" | tar -x -C "$source"
+    CGO_ENABLED=0 go build -C "$source" -o "$source/bin/sluice" ./plugin
+    CGO_ENABLED=0 go build -C "$source" -o "$source/bin/sluiced" ./daemon
+    bin/cluster/cluster image sluice "$source/bin/sluice" "$source/bin/sluiced" | docker load -q
+    docker tag sluice:e2e sluice:previous
+    kind load docker-image sluice:previous --name "$name"
+}
+
 # test_cluster runs the end-to-end tests. They are built first: the network of a dockerd of our own leads nowhere.
 test_cluster() {
     go test -C integration/cluster -c -o "$run/e2e.test" ./e2e
     (
         cd integration/cluster/e2e
-        KUBECONFIG=$kubeconfig E2E_ON_NODE="docker exec {} sh -c" \
+        KUBECONFIG=$kubeconfig E2E_ON_NODE="docker exec {} sh -c" E2E_RESTART_NODE="docker restart {}" \
+            E2E_PREVIOUS="$run/previous/deploy" \
             "${in_network[@]}" "$run/e2e.test" -test.v -test.timeout 30m
     )
 }
@@ -163,4 +179,4 @@ stop_docker() {
     rm -rf "$run"
 }
 
-main
+main; exit

@@ -38,6 +38,7 @@ type daemonStatus struct {
 		Address string
 		Ready   bool
 	}
+	NotReady    string
 	Attachments []attached
 }
 
