@@ -235,3 +235,27 @@ func Accepted(t *testing.T, n *Node, address string) <-chan *net.TCPConn {
 	})
 	return conns
 }
+
+// UploadTooMuch uploads to a server of AnswerEarly until that fails, and fails itself unless the answer can be read to
+// its end.
+func UploadTooMuch(ctx context.Context, h *Host, address, answer string) error {
+	c, err := h.Open(ctx, address)
+	if err != nil {
+		return err
+	}
+	defer c.Close() //nolint:errcheck // read to its end
+	_, err = io.Copy(c, endless{})
+	if !errors.Is(err, unix.ECONNRESET) && !errors.Is(err, unix.EPIPE) {
+		return fmt.Errorf("the upload ended with %w; want a reset", err)
+	}
+	got, err := io.ReadAll(c)
+	if string(got) != answer {
+		return errors.Join(fmt.Errorf("got %d of %d bytes of the answer", len(got), len(answer)), err)
+	}
+	return nil
+}
+
+// endless can be read for ever.
+type endless struct{}
+
+func (endless) Read(p []byte) (int, error) { return len(p), nil }
