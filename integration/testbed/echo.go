@@ -38,9 +38,14 @@ func ServeEcho(n *Node) *atomic.Int64 {
 // Context is a context of one minute, for operations that take moments.
 func Context(t *testing.T) context.Context {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := Minute()
 	t.Cleanup(cancel)
 	return ctx
+}
+
+// Minute is Context for a test that makes so many that it ends each itself.
+func Minute() (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.Background(), time.Minute)
 }
 
 // ErrWrongEcho is the error of an echo that differs from the bytes that were sent.
