@@ -89,6 +89,7 @@ func mendProxySocket(n *testbed.Node) error {
 func (s *drillScene) stopBeside() {
 	s.n.ProbeSocket = probeSocket(s.n, "stopped")
 	s.succeed()
+	s.recovered() // one that stops while it installs the plugin holds the lock, and keeps the other from being ready
 	s.n.ProbeSocket = probeSocket(s.n, "beside")
 	s.losing(s.ofDaemon(), func() { // the successor ends the listeners of a relay
 		s.d.Freeze()
@@ -153,7 +154,7 @@ func (s *drillScene) terminateUnderChurn() {
 		testbed.Eventually(s.t, "pods come and go", func() bool { return done.Load() >= now+2*churners })
 	}
 	goesOn()
-	s.losing(s.ofDaemon(), s.d.Stop)
+	s.endDaemon(s.d.Stop)
 	goesOn()
 	s.stopChurn = func() {
 		goesOn()

@@ -71,7 +71,7 @@ func (s *drillScene) comesAndGoes(name string) {
 // mountStateDir mounts a small file system on the state directory.
 func (s *drillScene) mountStateDir() {
 	dir := s.n.StateDir()
-	if err := errors.Join(os.Mkdir(dir, 0o700), unix.Mount("none", dir, "tmpfs", 0, "size=128k")); err != nil {
+	if err := errors.Join(os.Mkdir(dir, 0o700), unix.Mount("none", dir, "tmpfs", 0, "size=4m")); err != nil {
 		s.t.Fatalf("mounting the state directory: %v", err)
 	}
 	s.t.Cleanup(func() {

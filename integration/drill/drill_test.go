@@ -106,7 +106,6 @@ func (s *drillScene) shuffled(faults []fault, n int) iter.Seq[fault] {
 // run lets faults happen under load, and wants everything to be as before when the load has ended.
 func (s *drillScene) run(r *report, name string, faults iter.Seq[fault]) {
 	t, protocol := s.t, s.protocol
-	testbed.Eventually(t, "the upstream is there", s.ready)
 	s.echoes() // all code has run once
 	s.quiet()
 	before := s.remains()
@@ -116,10 +115,14 @@ func (s *drillScene) run(r *report, name string, faults iter.Seq[fault]) {
 		s.quiet()
 	}
 	var after remains
-	testbed.Eventually(t, "nothing is leaked", func() bool { // the collector empties Go's pool of pipes
+	defer func() {
+		if t.Failed() {
+			t.Logf("left: %q", after.beyond(before))
+		}
+	}()
+	testbed.Eventually(t, "nothing is left", func() bool { // Go's pools are emptied in time, and a lock lasts a moment
 		after = s.remains()
-		return after.descriptors <= before.descriptors+5 && after.goroutines <= before.goroutines+5 &&
-			len(minus(after.files, before.files)) == 0 // a lock may be held for a moment
+		return len(after.beyond(before)) == 0
 	})
 	if after.rules != before.rules {
 		t.Errorf("the rules are\n%s\nand were\n%s", after.rules, before.rules)
@@ -132,11 +135,6 @@ func (s *drillScene) run(r *report, name string, faults iter.Seq[fault]) {
 		t.Errorf("%d SYNs bypassed capture", bypassed)
 	}
 	r.node(protocol, name, bypassed, s.leakedNetns(), before, after)
-}
-
-// minus is a without the elements of b.
-func minus(a, b []string) []string {
-	return slices.DeleteFunc(slices.Clone(a), func(s string) bool { return slices.Contains(b, s) })
 }
 
 // underLoad lets faults happen, and returns when no connection of the load is left.

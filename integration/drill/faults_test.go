@@ -52,6 +52,7 @@ var drills = []drill{
 			s.losing(ends, func() { // with the last holder of a listener go those that wait there
 				s.proxy.Kill()
 				s.d.Kill()
+				s.waitForNoListener()
 			})
 		}, undo: func(s *drillScene) {
 			s.start()

@@ -1,6 +1,7 @@
 package drill
 
 import (
+	"fmt"
 	"io/fs"
 	"math/rand/v2"
 	"path/filepath"
@@ -76,7 +77,7 @@ func newDrillScene(t *testing.T, protocol string, size drillSize, random *rand.R
 	}
 	s.launchProxy()
 	s.start()
-	testbed.Eventually(t, "the daemon has installed itself", func() bool { return s.d.Status().NotReady == "" })
+	testbed.Eventually(t, "the daemon and its upstream are ready", s.ready)
 	for i := range 4 { // one address has ports for some 28,000 connections in TIME_WAIT
 		s.pods = append(s.pods, s.addPod("pod"+strconv.Itoa(i)))
 	}
@@ -104,7 +105,23 @@ func (s *drillScene) ofDaemon() loss {
 	return resets
 }
 
-func (s *drillScene) killDaemon() { s.losing(s.ofDaemon(), s.d.Kill) }
+func (s *drillScene) killDaemon() { s.endDaemon(s.d.Kill) }
+
+// endDaemon ends the daemon. A child that it has just forked may have its listeners until it runs its own program.
+func (s *drillScene) endDaemon(end func()) {
+	s.losing(s.ofDaemon(), func() {
+		end()
+		if s.protocol != "sockets" { // the proxies have them then
+			s.waitForNoListener()
+		}
+	})
+}
+
+func (s *drillScene) waitForNoListener() {
+	for _, p := range s.pods {
+		testbed.Eventually(s.t, "the listeners are gone", func() bool { return len(p.Queues()) == 0 })
+	}
+}
 
 func (s *drillScene) killProxy() { s.losing(ends, s.proxy.Kill) }
 
@@ -115,7 +132,11 @@ func (s *drillScene) succeed() {
 	s.d = s.n.HandOver(s.d)
 }
 
-func (s *drillScene) ready() bool { return s.d.Status().Upstream.Ready }
+// ready tells whether the daemon is installed and its upstream there.
+func (s *drillScene) ready() bool {
+	status := s.d.Status()
+	return status.Upstream.Ready && status.NotReady == ""
+}
 
 // happen lets a fault happen, and returns when the node has recovered.
 func (s *drillScene) happen(f fault) {
@@ -133,7 +154,7 @@ func (s *drillScene) happen(f fault) {
 // recovered waits until the upstream is ready and a new connection of every pod has been answered over both families.
 // The time to recover is from the end of the fault until then.
 func (s *drillScene) recovered() {
-	testbed.Eventually(s.t, "the upstream is there again", s.ready)
+	testbed.Eventually(s.t, "the daemon and its upstream are ready", s.ready)
 	s.echoes()
 	s.recovery = max(s.recovery, time.Since(s.over))
 }
@@ -237,4 +258,22 @@ func (s *drillScene) remains() remains {
 		r.rules += p.String() + "\n" + p.Rules()
 	}
 	return r
+}
+
+// beyond is what r has and before has not. A few descriptors and goroutines come and go.
+func (r remains) beyond(before remains) []string {
+	const few = 5
+	left := minus(r.files, before.files)
+	if r.descriptors > before.descriptors+few {
+		left = append(left, fmt.Sprintf("descriptors: %d, were %d", r.descriptors, before.descriptors))
+	}
+	if r.goroutines > before.goroutines+few {
+		left = append(left, fmt.Sprintf("goroutines: %d, were %d", r.goroutines, before.goroutines))
+	}
+	return left
+}
+
+// minus is a without the elements of b.
+func minus(a, b []string) []string {
+	return slices.DeleteFunc(slices.Clone(a), func(s string) bool { return slices.Contains(b, s) })
 }

@@ -60,10 +60,12 @@ func Echo(ctx context.Context, h *Host, address string, payload []byte) error {
 	defer c.Close() //nolint:errcheck // all has been read
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	wg.Go(func() { _, _ = c.Write(payload) }) // bytes that are lost are missed below
+	var wrote error
+	wg.Go(func() { _, wrote = c.Write(payload) }) // bytes that are lost are missed below
 	got := make([]byte, len(payload))
 	if _, err := io.ReadFull(c, got); err != nil {
-		return fmt.Errorf("reading the echo: %w", err)
+		wg.Wait() // the kernel reports a reset once, and to one of the two
+		return fmt.Errorf("reading the echo: %w", errors.Join(wrote, err))
 	}
 	if !bytes.Equal(got, payload) {
 		return ErrWrongEcho
