@@ -167,6 +167,6 @@ func (s *drillScene) endChurn() {
 	s.start()
 	s.stopChurn()
 	for _, p := range s.churned {
-		testbed.WantNoTraces(s.t, s.n, p.Host)
+		s.waitForNoTraces(p)
 	}
 }

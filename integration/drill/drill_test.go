@@ -20,11 +20,11 @@ var (
 	seed   = flag.Uint64("drill-seed", uint64(time.Now().UnixNano()), "the seed of the random faults and moments")
 )
 
-// drillSize is the load and the number of times that a fault happens.
+// drillSize is the load and the number of faults.
 type drillSize struct {
 	rate    int // new connections in a second
 	streams int // connections that stay open
-	times   int
+	times   int // faults on one node at least; each fault comes as often as the others
 	pause   time.Duration
 }
 
@@ -58,7 +58,8 @@ func TestDrills(t *testing.T) {
 					}
 					size := sizes[protocol]
 					s := newDrillScene(t, protocol, size, rand.New(rand.NewPCG(*seed, uint64(i))), faults)
-					s.run(&r, dr.name, slices.Values(slices.Repeat(faults, size.times)))
+					rounds := (size.times + len(faults) - 1) / len(faults)
+					s.run(&r, dr.name, slices.Values(slices.Repeat(faults, rounds)))
 				})
 			}
 		}

@@ -198,8 +198,16 @@ func (s *drillScene) removePod(p *testbed.Pod) {
 	if err := p.Del(); err != nil {
 		s.t.Errorf("DEL %s: %v", p, testbed.Describe(err))
 	}
-	testbed.WantNoTraces(s.t, s.n, p.Host)
+	s.waitForNoTraces(p)
 	p.Delete()
+}
+
+// waitForNoTraces waits until nothing is left of a pod that was deleted. Proxies that hold its listeners close them a
+// moment later.
+func (s *drillScene) waitForNoTraces(p *testbed.Pod) {
+	s.t.Helper()
+	testbed.Eventually(s.t, "no listener is left in "+p.String(), func() bool { return len(p.Queues()) == 0 })
+	testbed.WantNoTraces(s.t, s.n, p.Host)
 }
 
 // leakedNetns waits until the netns of all pods are gone, and returns how many are left.
