@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io/fs"
 	"math/rand/v2"
+	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -284,4 +285,10 @@ func (r remains) beyond(before remains) []string {
 // minus is a without the elements of b.
 func minus(a, b []string) []string {
 	return slices.DeleteFunc(slices.Clone(a), func(s string) bool { return slices.Contains(b, s) })
+}
+
+// isUnpublished tells whether a file is the socket of a daemon that was killed before it served the socket.
+func isUnpublished(file string) bool {
+	info, err := os.Lstat(file)
+	return err == nil && info.Mode().Type() == os.ModeSocket && strings.HasPrefix(filepath.Base(file), ".")
 }
