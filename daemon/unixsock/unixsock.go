@@ -118,7 +118,7 @@ func removeUnpublished(dir string) error {
 
 // isServed tells whether a process has the socket at path. The kernel says so before it looks at the socket's type.
 func isServed(path string) bool {
-	c, err := net.Dial("unix", path)
+	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path, Net: "unix"})
 	if err == nil {
 		_ = c.Close() // nothing was sent
 	}

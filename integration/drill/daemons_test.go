@@ -102,7 +102,10 @@ func (s *drillScene) stopBeside() {
 	for _, c := range []struct {
 		daemon, probe string
 		passes        bool
-	}{{"stopped", "--ready", false}, {"stopped", "--alive", false}, {"beside", "--ready", true}, {"beside", "--alive", true}} {
+	}{
+		{"stopped", "--ready", false}, {"stopped", "--alive", false},
+		{"beside", "--ready", true}, {"beside", "--alive", true},
+	} {
 		testbed.Eventually(s.t, c.daemon+" "+c.probe+" is "+strconv.FormatBool(c.passes), func() bool {
 			_, err := s.n.Sluiced("status", c.probe, "--agent-socket", probeSocket(s.n, c.daemon))
 			return (err == nil) == c.passes

@@ -80,7 +80,7 @@ func TestRandomFaults(t *testing.T) {
 	}
 	size := drillSize{rate: 40, streams: 8, pause: 300 * time.Millisecond}
 	if *long {
-		size = drillSize{rate: 200, streams: 50, pause: 500 * time.Millisecond}
+		size = drillSize{rate: 200, streams: 50, pause: 200 * time.Millisecond}
 	}
 	s := newDrillScene(t, "connect", size, rand.New(rand.NewPCG(*seed, 0)), all)
 	var r report
@@ -161,10 +161,11 @@ func (s *drillScene) underLoad(r *report, faults iter.Seq[fault]) {
 		s.longest.Store(0)
 		s.happen(f)
 		s.pause()
-		r.fault(s, protocol, f)
+		total := r.fault(s, protocol, f)
 		if testing.Verbose() {
-			fmt.Printf("%v: fault %d, %s, %s: recovered in %v\n", time.Since(s.began).Round(time.Second), n, protocol, f.name,
-				s.recovery.Round(time.Millisecond))
+			fmt.Printf("%v: fault %d, %s, %s: recovered in %v; so far %d connections, %d lost\n",
+				time.Since(s.began).Round(time.Second), n, protocol, f.name, s.recovery.Round(time.Millisecond),
+				total[made], total[lost])
 		}
 	}
 	stop()

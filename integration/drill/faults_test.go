@@ -65,10 +65,12 @@ var drills = []drill{
 		undo:   func(s *drillScene) { s.proxy.Signal(syscall.SIGCONT) },
 	}}},
 	{"conflist", []fault{{
-		name: "conflist clobbered", prepare: func(s *drillScene) { s.n.Install() }, strike: (*drillScene).clobberConflist,
+		name:    "conflist clobbered",
+		prepare: func(s *drillScene) { s.n.Install() }, strike: (*drillScene).clobberConflist,
 	}}},
 	{"disk", []fault{{
-		name: "disk full", prepare: (*drillScene).mountStateDir, strike: (*drillScene).fillDisk, undo: (*drillScene).emptyDisk,
+		name:    "disk full",
+		prepare: (*drillScene).mountStateDir, strike: (*drillScene).fillDisk, undo: (*drillScene).emptyDisk,
 	}}},
 	{"descriptors", []fault{{
 		name: "descriptors used up", strike: (*drillScene).useUpDescriptors, undo: (*drillScene).freeDescriptors,

@@ -117,6 +117,9 @@ type manner struct {
 	loses     loss // of the connections of pods; nothing if they wait for another proxy
 }
 
+// zeros are an address and a port.
+const zeros = "\x00\x00\x00\x00\x00\x00"
+
 var manners = []manner{
 	{"resets at once", answered, func(c *net.TCPConn, _ *bufio.Reader) { reset(c) }, nothing},
 	{"ends at once", answered, func(*net.TCPConn, *bufio.Reader) {}, nothing},
@@ -141,16 +144,16 @@ var manners = []manner{
 		fmt.Fprint(c, req.Connected)
 		reset(c)
 	}), resets},
-	{"answers before it is asked", answered, says("HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"), nothing},
-	{"endless header lines", []string{"connect"}, repeats("HTTP/1.1 200 OK\r\n", "X-Header: "+strings.Repeat("x", 80)+"\r\n"), nothing},
-	{"an endless header line", []string{"connect"}, repeats("HTTP/1.1 200 OK\r\nX-Header: ", strings.Repeat("x", 80)), nothing},
+	{"answers before it is asked", answered, says("HTTP/1.1 503 Service Unavailable\r\n\r\n"), nothing},
+	{"endless header lines", []string{"connect"}, repeats("HTTP/1.1 200 OK\r\n", "X-Header: x\r\n"), nothing},
+	{"an endless header line", []string{"connect"}, repeats("HTTP/1.1 200 OK\r\nX-Header: ", "xxxxxxxxxx"), nothing},
 	{"endless interim answers", []string{"connect"}, repeats("", "HTTP/1.1 100 Continue\r\n\r\n"), nothing},
-	{"an endless error page", []string{"connect"}, repeats("HTTP/1.1 502 Bad Gateway\r\n\r\n", strings.Repeat("x", 80)), resets},
-	{"SOCKS version 4", []string{"socks5"}, says("\x04\x5a\x00\x00\x00\x00\x00\x00"), nothing},
+	{"an endless error page", []string{"connect"}, repeats("HTTP/1.1 502 Bad Gateway\r\n\r\n", "xxxxxxxxxx"), resets},
+	{"SOCKS version 4", []string{"socks5"}, says("\x04\x5a" + zeros), nothing},
 	{"a SOCKS method that was not offered", []string{"socks5"}, says("\x05\x02"), nothing},
 	{"a SOCKS reply of an unknown address type", []string{"socks5"}, says("\x05\x00\x05\x00\x00\x09\xff\xff"), nothing},
 	{"a SOCKS reply with half a domain", []string{"socks5"}, says("\x05\x00\x05\x00\x00\x03\xffhalf"), nothing},
-	{"a SOCKS reply of an unknown code", []string{"socks5"}, says("\x05\x00\x05\xff\x00\x01\x00\x00\x00\x00\x00\x00"), nothing},
+	{"a SOCKS reply of an unknown code", []string{"socks5"}, says("\x05\x00\x05\xff\x00\x01" + zeros), nothing},
 	{"resets what it has been given", []string{"proxy-v2"}, func(c *net.TCPConn, _ *bufio.Reader) { reset(c) }, resets},
 	{"ends what it has been given", []string{"proxy-v2"}, func(*net.TCPConn, *bufio.Reader) {}, ends},
 	{"reads and never writes", []string{"proxy-v2"}, func(_ *net.TCPConn, in *bufio.Reader) { drain(in) }, ends},

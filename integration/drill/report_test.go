@@ -16,6 +16,7 @@ import (
 type report struct {
 	mu     sync.Mutex
 	faults map[faultKey]*faultRow
+	total  [outcomes]int64
 	nodes  [][]any
 }
 
@@ -30,8 +31,8 @@ type faultRow struct {
 	calm, struck []time.Duration
 }
 
-// fault adds the connections that ended since the last call.
-func (r *report) fault(s *drillScene, protocol string, f fault) {
+// fault adds the connections that ended since the last call. It returns the sums of all faults.
+func (r *report) fault(s *drillScene, protocol string, f fault) [outcomes]int64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.faults == nil {
@@ -42,11 +43,14 @@ func (r *report) fault(s *drillScene, protocol string, f fault) {
 	r.faults[key] = row
 	row.times++
 	for o := range s.counts {
-		row.counts[o] += s.counts[o].Swap(0)
+		n := s.counts[o].Swap(0)
+		row.counts[o] += n
+		r.total[o] += n
 	}
 	row.longest, row.recovery = max(row.longest, time.Duration(s.longest.Load())), max(row.recovery, s.recovery)
 	calm, struck := s.medians()
 	row.calm, row.struck = append(row.calm, calm), append(row.struck, struck)
+	return r.total
 }
 
 // node adds what is left on a node.
@@ -101,7 +105,8 @@ func (f *faultRow) cells(protocol, name string) []any {
 	for _, n := range f.counts {
 		cells = append(cells, n)
 	}
-	return append(cells, f.longest.Round(time.Millisecond), f.recovery.Round(time.Millisecond), median(f.calm), median(f.struck))
+	return append(cells, f.longest.Round(time.Millisecond), f.recovery.Round(time.Millisecond),
+		median(f.calm), median(f.struck))
 }
 
 func printTable(table [][]any) {

@@ -112,15 +112,17 @@ func (s *drillScene) killDaemon() { s.endDaemon(s.d.Kill) }
 func (s *drillScene) endDaemon(end func()) {
 	s.losing(s.ofDaemon(), func() {
 		end()
-		if s.protocol != "sockets" { // the proxies have them then
-			s.waitForNoListener()
-		}
+		s.waitForNoListener()
 	})
 }
 
+// waitForNoListener waits until no process of the daemon's program listens. Proxies may: they keep the listeners that
+// they have for some seconds after the protocol has changed.
 func (s *drillScene) waitForNoListener() {
 	for _, p := range s.pods {
-		testbed.Eventually(s.t, "the listeners are gone", func() bool { return len(p.Queues()) == 0 })
+		testbed.Eventually(s.t, "the listeners of the daemon are gone", func() bool {
+			return !strings.Contains(p.Exec("ss", "-Hlntp", "sport = :15001"), `"sluiced"`)
+		})
 	}
 }
 

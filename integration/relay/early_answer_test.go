@@ -20,7 +20,9 @@ func TestEarlyAnswersArrive(t *testing.T) {
 			d := n.StartDaemon()
 			pod := n.AddPod("uploads")
 			for range 20 {
-				testbed.ForEach(t, 20, func(int) error { return testbed.UploadTooMuch(testbed.Context(t), pod.Host, testbed.Web, page) })
+				testbed.ForEach(t, 20, func(int) error {
+					return testbed.UploadTooMuch(testbed.Context(t), pod.Host, testbed.Web, page)
+				})
 			}
 			testbed.Eventually(t, "all connections have ended", func() bool { return d.Of(pod).Open == 0 })
 		})
