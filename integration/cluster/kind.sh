@@ -179,4 +179,4 @@ stop_docker() {
     rm -rf "$run"
 }
 
-main; exit
+main

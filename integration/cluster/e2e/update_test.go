@@ -71,9 +71,10 @@ func update(ctx context.Context, t *testing.T, c *envconf.Config) {
 	}
 }
 
-// requestLoop is a shell script that sends requests one after the other, and logs each.
+// requestLoop is a shell script that sends requests to the server one after the other, and logs each. Their path is not
+// that of the requests that checkRequests counts.
 func requestLoop(url string) string {
-	return "while sleep 0.2; do timeout 120 wget -q -O- " + url + " || echo failed; done"
+	return "while sleep 0.2; do timeout 120 wget -q -O- " + url + "index.html || echo failed; done"
 }
 
 // waitForRequests waits until a pod with a requestLoop has logged more responses than now.
