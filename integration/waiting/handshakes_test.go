@@ -39,22 +39,27 @@ func (p *holdingProxy) serve(c net.Conn) {
 	p.connected++
 	p.mostConns = max(p.mostConns, p.connected)
 	p.mu.Unlock()
-	answered := sync.OnceFunc(func() {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		p.connected--
-	})
-	defer answered()
 	in := bufio.NewReader(c)
 	req, err := http.ReadRequest(in)
-	if err != nil {
-		return // the daemon's idle connection
-	}
-	if (p.holds == nil || p.holds(req.Host)) && !<-p.hold() {
+	if err != nil { // the daemon's idle connection
+		p.answered(1)
 		return
 	}
-	answered()
+	if p.holds == nil || p.holds(req.Host) {
+		if !<-p.hold() {
+			return
+		}
+	} else {
+		p.answered(1)
+	}
 	testbed.ConnectTo(p.node, c, in, req.Host, testbed.Connected, "")
+}
+
+// answered takes connections off the number of those without an answer.
+func (p *holdingProxy) answered(n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.connected -= n
 }
 
 // hold counts a request among those held. It returns a channel that says when and whether the request is answered.
@@ -75,20 +80,23 @@ func (p *holdingProxy) waiting() int {
 }
 
 // release answers the requests that the proxy holds, and returns their number.
-func (p *holdingProxy) release() int { return p.end(true) }
+func (p *holdingProxy) release() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.endLocked(true)
+}
 
 // hangUp ends the connections of the requests that the proxy holds without an answer, and forgets the highest numbers.
 func (p *holdingProxy) hangUp() {
-	p.end(false)
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.endLocked(false)
 	p.mostHeld, p.mostConns = 0, 0
 }
 
-func (p *holdingProxy) end(answer bool) int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+func (p *holdingProxy) endLocked(answer bool) int {
 	n := len(p.held)
+	p.connected -= n // now, and not when their goroutines run: the daemon may connect again before
 	for _, free := range p.held {
 		free <- answer
 	}

@@ -99,7 +99,7 @@ func rebootedNode(ctx context.Context, t *testing.T, c *envconf.Config) {
 		return proxyRequestsOn(ctx, t, c, home, url) == 1, nil
 	})
 	waitFor(ctx, t, "the fixtures run", func() (bool, error) {
-		return running(ctx, c, "server") && running(ctx, c, "node") && running(ctx, c, "older"), nil
+		return running(ctx, c, "server") && running(ctx, c, "node"), nil
 	})
 	for _, name := range []string{p.Name, server.Name} {
 		pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: namespace}}
