@@ -68,8 +68,8 @@ func TestRestricted(t *testing.T) {
 	}
 }
 
-// TestSmallMemory: the hook runs in the container's cgroup, and is content with little. With 8 MiB the kernel ends runc's
-// own first process now and then.
+// TestSmallMemory: the hook runs in the container's cgroup, and is content with little. With 8 MiB the kernel sometimes
+// ends runc's own first process.
 func TestSmallMemory(t *testing.T) {
 	sluiced := newSluiced(t, newAuthority(t))
 	c := oci.New(t, oci.Machine(t), "/bin/sleep", "60")
