@@ -42,24 +42,22 @@ func (p *holdingProxy) serve(c net.Conn) {
 	in := bufio.NewReader(c)
 	req, err := http.ReadRequest(in)
 	if err != nil { // the daemon's idle connection
-		p.answered(1)
+		p.answered()
 		return
 	}
-	if p.holds == nil || p.holds(req.Host) {
-		if !<-p.hold() {
-			return
-		}
-	} else {
-		p.answered(1)
+	if p.holds != nil && !p.holds(req.Host) {
+		p.answered()
+	} else if !<-p.hold() {
+		return
 	}
 	testbed.ConnectTo(p.node, c, in, req.Host, testbed.Connected, "")
 }
 
-// answered takes connections off the number of those without an answer.
-func (p *holdingProxy) answered(n int) {
+// answered takes a connection off the number of those without an answer.
+func (p *holdingProxy) answered() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.connected -= n
+	p.connected--
 }
 
 // hold counts a request among those held. It returns a channel that says when and whether the request is answered.
