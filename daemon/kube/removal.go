@@ -96,11 +96,11 @@ func (n *Node) askOwner(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	nodes, err := n.client.CoreV1().Nodes().List(ctx, named(n.name))
+	node, err := n.askNode(ctx)
 	if err != nil {
 		return "", err
 	}
-	return n.removal(first(namespaces.Items), first(sets.Items), first(nodes.Items)), nil
+	return n.removal(first(namespaces.Items), first(sets.Items), node), nil
 }
 
 func first[T any](items []T) *T {
