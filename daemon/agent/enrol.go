@@ -76,6 +76,8 @@ func (a *Agent) enrol(ctx context.Context) {
 	for _, p := range running {
 		state, isAttached := attached[attach.Pod{Namespace: p.Pod.Namespace, Name: p.Pod.Name}]
 		switch {
+		case state.State == attach.Provisional && state.Left > 0: // also if its label is invalid
+			reasons[p.Pod] = cmp.Or(state.Trouble, "its capture has not begun")
 		case !optin.Wanted(p.Facts):
 		case p.HostNetwork:
 			reasons[p.Pod] = whyHostNetwork
