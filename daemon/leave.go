@@ -34,7 +34,7 @@ func (d daemon) leave(ctx context.Context, p parts) (removed bool) {
 	d.log.Info("sluice is being removed from this node: the plugin is uninstalled, and all pods are released",
 		"reason", reason)
 	// The entry goes first, so that no new pod is captured. If that fails the pods are released all the same: the mark
-	// of the uninstallation lets new pods pass.
+	// of the uninstallation lets new pods pass. If the mark fails the entry goes all the same.
 	if _, err := d.keeper.Uninstall(); err != nil {
 		d.log.Error("the plugin cannot be uninstalled", "err", err)
 	}

@@ -922,6 +922,35 @@ func TestUninstallWhileTheKeeperRuns(t *testing.T) {
 	}
 }
 
+// TestUninstallWithoutTheMark: the file that marks the node cannot be written, as on a full disk. The entry goes all the
+// same, and the Keeper does not put it back.
+func TestUninstallWithoutTheMark(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
+	k := &Keeper{Installer: i, Log: slog.New(slog.DiscardHandler)}
+	if err := k.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	k.rescan(&backoff{})
+	if err := k.Ready(); err != nil {
+		t.Fatal(err)
+	}
+	mark := attach.UninstalledMark(i.StateDir)
+	if err := os.Symlink(filepath.Join(t.TempDir(), "no", "such", "folder"), mark); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := k.Uninstall(); n != 0 || !errors.Is(err, os.ErrNotExist) || !strings.Contains(err.Error(), mark) {
+		t.Errorf("Uninstall: got %d, %v; want the error about %s", n, err, mark)
+	}
+	k.rescan(&backoff{})
+	if got := contents(t, i)["10-a.conflist"]; got != bridge || binaryInstalled(i) {
+		t.Errorf("got %q, binary: %t; want the file as it was before, and no binary", got, binaryInstalled(i))
+	}
+	if err := k.Ready(); !errors.Is(err, errUninstalled) {
+		t.Errorf("the Keeper: got %v", err)
+	}
+}
+
 // TestContest begins when another program has undone the installation too often, and ends after a quiet period.
 func TestContest(t *testing.T) {
 	t.Parallel()
