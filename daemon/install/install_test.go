@@ -965,7 +965,19 @@ func TestContest(t *testing.T) {
 		},
 		"flannel": {
 			strings.Replace(bridge, `"bridge", "bridge"`, `"flannel", "bridge"`, 1), "",
-			"most likely flannel, whose plugin flannel is in it; configure it to keep chained plugins",
+			"most likely flannel, whose plugin flannel is in it; it has no setting to keep chained plugins",
+		},
+		"Calico": {
+			strings.Replace(bridge, `"bridge", "bridge"`, `"calico", "bridge"`, 1), "",
+			"writes its file only when its pod calico-node starts",
+		},
+		"the Amazon VPC CNI": {
+			strings.Replace(bridge, `"bridge", "bridge"`, `"aws-cni", "bridge"`, 1), "",
+			"writes its file only when its pod aws-node starts",
+		},
+		"Multus": {
+			strings.Replace(bridge, `"bridge", "bridge"`, `"multus-shim", "bridge"`, 1), "",
+			"with a file of your own (multusConfigFile",
 		},
 		"an unknown one": {bridge, "", "which has the plugins bridge, portmap: find the owner of that file"},
 	} {
