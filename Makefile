@@ -79,6 +79,7 @@ lint: bin/tools/golangci-lint bin/tools/helm ## Check Go, Python, scripts, wordi
 	bin/tools/helm lint --quiet deploy/chart
 	tools/lint/manifests
 	tools/lint/values
+	tools/lint/policies
 	tools/lint/python
 	go mod tidy -diff
 	tools/lint/plugin-links

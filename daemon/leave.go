@@ -5,20 +5,23 @@ import (
 	"errors"
 	"time"
 
-	"github.com/sluice-cni/sluice/daemon/kube"
 	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/daemon/trust"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
-// leave prepares the end of this daemon. If sluice is being removed from the node for good, it
-// uninstalls the plugin and releases the pods, and reports that. It does not before an update, a reboot, a drain or an
+// leave prepares the end of this daemon. If sluice is being removed from the node for good, it uninstalls the plugin,
+// removes the taint, releases the pods, and reports that. It does not before an update, a reboot, a drain or an
 // eviction, nor if the reason of the end is not known: captured pods then wait for the next daemon.
 func (d daemon) leave(ctx context.Context, p parts) (removed bool) {
 	if p.node == nil || d.keeper == nil || p.agent.IsSucceeded() {
 		return false
 	}
-	reason, err := askRemoved(ctx, p.node)
+	var reason string
+	err := insist(ctx, func(ctx context.Context) (err error) {
+		reason, err = p.node.Removed(ctx)
+		return err
+	})
 	switch {
 	case err != nil:
 		d.log.Warn("the plugin stays installed, because it is not known whether sluice is being removed from this node",
@@ -31,9 +34,12 @@ func (d daemon) leave(ctx context.Context, p parts) (removed bool) {
 	d.log.Info("sluice is being removed from this node: the plugin is uninstalled, and all pods are released",
 		"reason", reason)
 	// The entry goes first, so that no new pod is captured. If that fails the pods are released all the same: the mark
-	// of the uninstallation lets new pods pass.
+	// of the uninstallation lets new pods pass. If the mark fails the entry goes all the same.
 	if _, err := d.keeper.Uninstall(); err != nil {
 		d.log.Error("the plugin cannot be uninstalled", "err", err)
+	}
+	if err := insist(ctx, p.node.RemoveTaint); err != nil {
+		d.log.Error("the node's taint cannot be removed, and keeps new pods off the node", "err", err)
 	}
 	p.agent.Dissolve(ctx)
 	return !p.agent.IsSucceeded() // else the next daemon has installed the plugin again
@@ -46,14 +52,13 @@ const (
 	askPause = 500 * time.Millisecond // between two requests
 )
 
-// askRemoved is node.Removed, again and again while it fails.
-func askRemoved(ctx context.Context, node *kube.Node) (reason string, err error) {
+// insist calls ask, which sends requests to the API server, again and again while it fails.
+func insist(ctx context.Context, ask func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, askTime)
 	defer cancel()
 	for {
-		reason, err = node.Removed(ctx)
-		if err == nil || pause.For(ctx, askPause) != nil {
-			return reason, err
+		if err := ask(ctx); err == nil || pause.For(ctx, askPause) != nil {
+			return err
 		}
 	}
 }

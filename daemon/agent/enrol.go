@@ -76,6 +76,8 @@ func (a *Agent) enrol(ctx context.Context) {
 	for _, p := range running {
 		state, isAttached := attached[attach.Pod{Namespace: p.Pod.Namespace, Name: p.Pod.Name}]
 		switch {
+		case state.State == attach.Provisional && state.Left > 0: // also if its label is invalid
+			reasons[p.Pod] = cmp.Or(state.Trouble, "its capture has not begun")
 		case !optin.Wanted(p.Facts):
 		case p.HostNetwork:
 			reasons[p.Pod] = whyHostNetwork
@@ -124,9 +126,9 @@ func (a *Agent) passedBy(p optin.Running, id attach.NetnsID) (why string) {
 	if sign == "" {
 		return ""
 	}
-	return fmt.Sprintf("the runtime of its RuntimeClass %s has a network stack of its own (%s), so its connections do "+
-		"not pass the rules: those of Kata Containers with its default network model go around the proxy, and the "+
-		"wall stops all others", p.RuntimeClass, sign)
+	return fmt.Sprintf("the runtime of its RuntimeClass %s has a network stack of its own (%s), which the rules do not "+
+		"see: with the default network model of Kata Containers the pod's connections go around the proxy, and with "+
+		"another model or runtime the wall stops them", p.RuntimeClass, sign)
 }
 
 // enrolAll enrols the missing pods among the running ones, and leaves in reasons those that are not captured then.

@@ -13,6 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/daemon/optin"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
@@ -227,5 +228,64 @@ func TestProvisionalPodStaysSoWithoutADecision(t *testing.T) {
 	}
 	if s, ok := a.statusOf(r.ID); !ok || s.State != attach.Passed || len(s.Notes) > 0 {
 		t.Errorf("decided: got %+v, want it passed, without a note", s)
+	}
+}
+
+// TestRefusedPodIsHeldWithoutALimit: the daemon knows the labels of a pod, and they are wrong. Its hold does not expire
+// then; if it has expired, the pod is held again, and counts as not captured.
+func TestRefusedPodIsHeldWithoutALimit(t *testing.T) {
+	t.Parallel()
+	for name, limit := range map[string]time.Duration{"not expired": time.Hour, "expired": time.Millisecond} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			expired := limit < time.Minute
+			p, o := newTestPod(t), newOrchestrator()
+			hold := ruleset.Provisional("eth0")
+			hold.ExpiresAfter = limit
+			in, err := ruleset.Apply(t.Context(), p.Path(), hold, "auto", nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if expired {
+				if got, want := <-p.ask(t, server+":80"), "hello 198.51.100.2"; got != want {
+					t.Fatalf("the hold has expired: got %q, want %q", got, want)
+				}
+				p.served.Store(0)
+			}
+			a := newAgentFor(t, o)
+			r := a.write(t, p.Host, attach.Provisional, &in)
+			o.set(refuse, optin.Running{
+				Pod: r.Pod, IPs: r.IPs, Facts: optin.Facts{Labels: map[string]string{optin.Label: "yes"}},
+			})
+			for range 2 {
+				a.Reconsider(t.Context())
+			}
+			got := p.ask(t, server+":80")
+			p.waitForSYNs(t, 1)
+			stored, err := a.store.Read(r.ID)
+			if err != nil || stored.State != attach.Provisional || stored.Installed.Ruleset.ExpiresAfter != 0 {
+				t.Fatalf("record: got %+v, %v; want it provisional, without a limit", stored, err)
+			}
+			if drift, err := stored.Installed.Check(t.Context(), p.Path()); err != nil || len(drift) > 0 {
+				t.Errorf("Check: got %q, %v; want no drift", drift, err)
+			}
+			s, _ := a.statusOf(r.ID)
+			notes := strings.Join(s.Notes, "\n")
+			if !strings.Contains(notes, "annotation sluice.dev/quic: bad") || strings.Contains(notes, "held until") ||
+				strings.Contains(notes, "held late") != expired {
+				t.Errorf("got the notes\n%s", notes)
+			}
+			if missing := a.Uncaptured(); len(missing) > 0 != expired {
+				t.Errorf("got %v uncaptured, want the pod: %t", missing, expired)
+			}
+			o.set(pass)
+			a.Reconsider(t.Context())
+			if g, want := <-got, "hello 198.51.100.2"; g != want {
+				t.Errorf("decided: got %q, want %q", g, want)
+			}
+			if s, ok := a.statusOf(r.ID); !ok || s.State != attach.Passed || len(s.Notes) > 0 {
+				t.Errorf("decided: got %+v, want it passed, without a note", s)
+			}
+		})
 	}
 }

@@ -58,6 +58,9 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 	case err != nil:
 		if !errors.Is(err, optin.ErrUnknown) {
 			s.events.report(r.Pod, true, reasonRefused, fmt.Sprintf("the pod stays %s: %s", r.State, err))
+			if herr := s.holdOn(ctx, e, r); herr != nil {
+				err = errors.Join(err, fmt.Errorf("holding its TCP: %w", herr))
+			}
 		}
 		return fmt.Errorf("it stays %s: %w", r.State, err)
 	}
@@ -72,6 +75,49 @@ func (s *settler) settle(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 		}
 		return s.change(ctx, e, r, d)
 	})
+}
+
+// holdOn lets a provisional capture last until the decision, if it would expire or has expired. It is for a pod that is
+// refused: its labels are known, and it must not pass because of them.
+func (s *settler) holdOn(ctx context.Context, e *endpoint.Endpoint, r attach.Record) error {
+	if r.State != attach.Provisional || r.Installed.Ruleset.ExpiresAfter == 0 {
+		return nil
+	}
+	return s.unlessEnding(ctx, r, func() error {
+		left, err := r.Installed.PassedExpired(r.Netns)
+		if err != nil {
+			return err
+		}
+		want := r.Installed.Ruleset
+		want.ExpiresAfter = 0
+		in, err := ruleset.Apply(ctx, r.Netns, want, r.Installed.Backend, r.Installed)
+		if err != nil {
+			return err
+		}
+		if err := conntrack.ForgetUnanswered(r.Netns); err != nil {
+			return err
+		}
+		r.Installed, r.Uncaptured = &in, left
+		e.Add(r)
+		s.warnUncaptured(r)
+		return s.writeShared(r)
+	})
+}
+
+// warnUncaptured logs that packets of a pod that was to be captured have left, if any have.
+func (s *settler) warnUncaptured(r attach.Record) {
+	if r.Uncaptured > 0 {
+		s.log.Warn("a pod that opted in was not captured at first", "attachment", r.String(),
+			"packets", r.Uncaptured)
+	}
+}
+
+// writeShared writes a record, and its rules into those of the other attachments in the netns.
+func (s *settler) writeShared(r attach.Record) error {
+	if err := s.store.Write(r); err != nil || r.Installed == nil {
+		return err
+	}
+	return s.store.Share(r.ID, r.NetnsID, r.Installed)
 }
 
 // withoutEnding brings r and d up to date with the DEL of another attachment in e, which may have gone on since the
@@ -93,9 +139,11 @@ func (s *settler) withoutEnding(e *endpoint.Endpoint, r *attach.Record, d attach
 func (s *settler) change(ctx context.Context, e *endpoint.Endpoint, r attach.Record, d attach.Decision) (err error) {
 	previous := r.State
 	if d.Capture && previous == attach.Provisional {
-		if r.Uncaptured, err = r.Installed.PassedExpired(r.Netns); err != nil {
+		left, err := r.Installed.PassedExpired(r.Netns)
+		if err != nil {
 			return err
 		}
+		r.Uncaptured += left // to those before holdOn
 	}
 	switch {
 	case hasRules(r, d): // only its trust differs
@@ -116,18 +164,14 @@ func (s *settler) change(ctx context.Context, e *endpoint.Endpoint, r attach.Rec
 		"state", string(r.State), "reason", d.Reason)
 	e.Add(r)
 	s.events.changed(r.Pod, previous, d)
-	if previous == attach.Provisional && r.Uncaptured > 0 {
-		s.log.Warn("a pod that opted in was not captured at first", "attachment", r.String(),
-			"packets", r.Uncaptured)
+	if d.Capture && previous == attach.Provisional && r.Uncaptured > 0 {
+		s.warnUncaptured(r)
 		s.orchestrator.Report(r.Pod, true, reasonCapturedLate, fmt.Sprintf(
 			"%d packets of the pod left around the proxy before it was captured: its labels were not known for longer "+
 				"than provisionalFor, and nothing in its namespace had been seen to opt in; connections that were "+
 				"opened then stay as they are", r.Uncaptured))
 	}
-	if err := s.store.Write(r); err != nil || r.Installed == nil {
-		return err
-	}
-	return s.store.Share(r.ID, r.NetnsID, r.Installed)
+	return s.writeShared(r)
 }
 
 // isSettled reports whether r already is as d wants it.

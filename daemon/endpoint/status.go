@@ -85,9 +85,8 @@ func (s Snapshot) Status() attach.AttachmentStatus {
 	if r.State == attach.Provisional && r.Installed != nil && !r.Installed.Expires.IsZero() {
 		a.Notes = append(a.Notes, expiry(r.Installed.Expires, time.Now()))
 	}
-	if r.Uncaptured > 0 {
-		a.Notes = append(a.Notes, fmt.Sprintf(
-			"captured late: %d packets left around the upstream before, while its labels were not known", r.Uncaptured))
+	if note := leftBefore(r); note != "" {
+		a.Notes = append(a.Notes, note)
 	}
 	if r.State == attach.Adding {
 		a.Notes = append(a.Notes, "its ADD has not finished")
@@ -109,12 +108,26 @@ func (s Snapshot) Status() attach.AttachmentStatus {
 	return a
 }
 
+// leftBefore says how many packets left while a provisional capture had expired.
+func leftBefore(r attach.Record) string {
+	left := fmt.Sprintf("%d packets left around the upstream before, while its labels were not known", r.Uncaptured)
+	switch {
+	case r.Uncaptured == 0:
+		return ""
+	case r.State == attach.Captured:
+		return "captured late: " + left
+	case r.State == attach.Provisional:
+		return "held late: " + left
+	}
+	return ""
+}
+
 // expiry says until when a provisional capture holds.
 func expiry(expires, now time.Time) string {
 	if now.Before(expires) {
 		return "held until " + expires.Format(time.RFC3339) + " at most, while its labels are not known"
 	}
-	return "NOT held since " + expires.Format(time.RFC3339) + ", since its labels are not known for too long: " +
+	return "NOT held since " + expires.Format(time.RFC3339) + ", because its labels did not become known in time: " +
 		"its TCP goes around the upstream"
 }
 

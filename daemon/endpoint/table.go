@@ -145,6 +145,8 @@ type PodState struct {
 	Trouble string
 	// Netns is the identity of the attachment's netns.
 	Netns attach.NetnsID
+	// Left is how many packets left around the upstream, because the provisional capture had expired.
+	Left uint64
 }
 
 // Pods returns the pods that are attached, without their UIDs.
@@ -153,7 +155,7 @@ func (t *Table) Pods() map[attach.Pod]PodState {
 	for _, s := range t.Snapshots() {
 		pod := attach.Pod{Namespace: s.record.Pod.Namespace, Name: s.record.Pod.Name}
 		if other, ok := pods[pod]; !ok || other.State == attach.Passed {
-			pods[pod] = PodState{s.record.State, s.trouble, s.record.NetnsID}
+			pods[pod] = PodState{s.record.State, s.trouble, s.record.NetnsID, s.record.Uncaptured}
 		}
 	}
 	return pods

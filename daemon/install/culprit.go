@@ -12,20 +12,30 @@ import (
 // owner is a program that writes network configurations with a plugin of its own.
 type owner struct{ plugin, program, advice string }
 
-// keepChained is the advice about programs without a known setting.
-const keepChained = "configure it to keep chained plugins"
-
-// owners are the programs that are known. Cilium comes first: it also copies the plugins of others into its file.
+// owners are the programs that are known. Cilium comes first: it also copies the plugins of others into its file. Most
+// of the others write their file once, when they start, and have no setting by which it keeps foreign plugins.
 var owners = []owner{
 	{
 		"cilium-cni", "Cilium",
 		`set cni.exclusive=false in the values of its chart (cni-exclusive: "false" in its ConfigMap cilium-config)`,
 	},
-	{"multus", "Multus", keepChained},
-	{"multus-shim", "Multus", keepChained},
-	{"calico", "Calico", keepChained},
-	{"flannel", "flannel", keepChained},
-	{"aws-cni", "the Amazon VPC CNI", keepChained},
+	{"multus", "Multus", followsDelegate},
+	{"multus-shim", "Multus", followsDelegate},
+	{"calico", "Calico", writesOnce("its pod calico-node starts (the init container install-cni)")},
+	{"flannel", "flannel", writesOnce("its pod starts (the init container install-cni), or the agent of k3s")},
+	{"aws-cni", "the Amazon VPC CNI", writesOnce("its pod aws-node starts")},
+}
+
+// followsDelegate is the advice about Multus 4, thick and thin.
+const followsDelegate = "with the configuration file auto, it writes its file again whenever that of the network to " +
+	"which it delegates changes, so find out why that one changes all the time; with a file of your own " +
+	"(multusConfigFile in the thick daemon's daemon-config.json, --multus-conf-file of the thin one) it writes only " +
+	"when it starts"
+
+// writesOnce is the advice about a program that writes its file only when when.
+func writesOnce(when string) string {
+	return fmt.Sprintf("it has no setting to keep chained plugins, and writes its file only when %s, so find out why "+
+		"that happens again and again, or which other program changes the file", when)
 }
 
 // ciliumSuffix is appended to the name of a file that Cilium has renamed because cni.exclusive is true.
@@ -49,8 +59,8 @@ func (i Installer) culprit(path string) string {
 				what, o.program, filepath.Base(renamed[0]), o.advice)
 		}
 	}
-	return fmt.Sprintf("%s, which has the plugins %s: find the owner of that file, and %s",
-		what, strings.Join(types, ", "), keepChained)
+	return fmt.Sprintf("%s, which has the plugins %s: find the owner of that file, and keep it from removing the "+
+		"plugins of others", what, strings.Join(types, ", "))
 }
 
 // pluginTypes are the types of the plugins in the configuration at path, without sluice's.

@@ -281,28 +281,30 @@ func isNamed(path string, files []string) bool {
 	})
 }
 
-// Uninstall removes the entry and the copies that have it. It removes the binary only if
-// there are no attachment records, because the DEL of these pods needs it, and returns their number.
+// Uninstall removes the entry and the copies that have it, also if it cannot mark the node as uninstalled. It removes the
+// binary only if that has succeeded, and there are no attachment records, because the DEL of these pods needs it; it
+// returns their number.
 func (i Installer) Uninstall() (attachments int, err error) {
 	unlock, err := lock(i.StateDir)
 	if err != nil {
 		return 0, err
 	}
 	defer unlock()
+	var errs []error
 	if err := os.WriteFile(attach.UninstalledMark(i.StateDir), nil, 0o600); err != nil {
-		return 0, fmt.Errorf("writing the file that keeps the daemon from installing again: %w", err)
+		errs = append(errs, fmt.Errorf("writing the file that keeps the daemon from installing again: %w", err))
 	}
 	if err := errors.Join(sweep(i.ConfDir), sweep(i.BinDir)); err != nil {
-		return 0, fmt.Errorf("removing temporary files of an interrupted installation: %w", err)
+		errs = append(errs, fmt.Errorf("removing temporary files of an interrupted installation: %w", err))
 	}
 	if err := i.clean(""); err != nil {
-		return 0, err
+		return 0, errors.Join(append(errs, err)...)
 	}
 	records, err := attach.NewStore(i.StateDir).List()
-	if err != nil || len(records) > 0 {
-		return len(records), err
+	if err == nil && len(records) == 0 {
+		err = i.removePlugin()
 	}
-	return 0, i.removePlugin()
+	return len(records), errors.Join(append(errs, err)...)
 }
 
 // RemovePlugin removes the binary after Uninstall, when the attachments have gone. It does nothing if another daemon

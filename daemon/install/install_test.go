@@ -922,6 +922,35 @@ func TestUninstallWhileTheKeeperRuns(t *testing.T) {
 	}
 }
 
+// TestUninstallWithoutTheMark: the file that marks the node cannot be written, as on a full disk. The entry goes all the
+// same, and the Keeper does not put it back.
+func TestUninstallWithoutTheMark(t *testing.T) {
+	t.Parallel()
+	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})
+	k := &Keeper{Installer: i, Log: slog.New(slog.DiscardHandler)}
+	if err := k.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	k.rescan(&backoff{})
+	if err := k.Ready(); err != nil {
+		t.Fatal(err)
+	}
+	mark := attach.UninstalledMark(i.StateDir)
+	if err := os.Symlink(filepath.Join(t.TempDir(), "no", "such", "folder"), mark); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := k.Uninstall(); n != 0 || !errors.Is(err, os.ErrNotExist) || !strings.Contains(err.Error(), mark) {
+		t.Errorf("Uninstall: got %d, %v; want the error about %s", n, err, mark)
+	}
+	k.rescan(&backoff{})
+	if got := contents(t, i)["10-a.conflist"]; got != bridge || binaryInstalled(i) {
+		t.Errorf("got %q, binary: %t; want the file as it was before, and no binary", got, binaryInstalled(i))
+	}
+	if err := k.Ready(); !errors.Is(err, errUninstalled) {
+		t.Errorf("the Keeper: got %v", err)
+	}
+}
+
 // TestContest begins when another program has undone the installation too often, and ends after a quiet period.
 func TestContest(t *testing.T) {
 	t.Parallel()
@@ -936,7 +965,19 @@ func TestContest(t *testing.T) {
 		},
 		"flannel": {
 			strings.Replace(bridge, `"bridge", "bridge"`, `"flannel", "bridge"`, 1), "",
-			"most likely flannel, whose plugin flannel is in it; configure it to keep chained plugins",
+			"most likely flannel, whose plugin flannel is in it; it has no setting to keep chained plugins",
+		},
+		"Calico": {
+			strings.Replace(bridge, `"bridge", "bridge"`, `"calico", "bridge"`, 1), "",
+			"writes its file only when its pod calico-node starts",
+		},
+		"the Amazon VPC CNI": {
+			strings.Replace(bridge, `"bridge", "bridge"`, `"aws-cni", "bridge"`, 1), "",
+			"writes its file only when its pod aws-node starts",
+		},
+		"Multus": {
+			strings.Replace(bridge, `"bridge", "bridge"`, `"multus-shim", "bridge"`, 1), "",
+			"with a file of your own (multusConfigFile",
 		},
 		"an unknown one": {bridge, "", "which has the plugins bridge, portmap: find the owner of that file"},
 	} {

@@ -42,6 +42,7 @@ type Keeper struct {
 	err     error // of the last scan
 	contest attach.Contest
 	undone  uint64
+	left    bool // Uninstall was called; the mark may be missing
 }
 
 // Ready returns an error, for the user, if the runtime does not use the plugin as of the last scan, or if another
@@ -95,6 +96,20 @@ func (k *Keeper) record(written []string, err error) (isNew bool) {
 // Begin forgets an earlier uninstallation. The caller calls it before Run.
 func (k *Keeper) Begin() error {
 	return k.forgetUninstall()
+}
+
+// Uninstall is that of the Installer. Run does not install the plugin again afterwards, also if Uninstall has failed.
+func (k *Keeper) Uninstall() (attachments int, err error) {
+	k.mu.Lock()
+	k.left = true
+	k.mu.Unlock()
+	return k.Installer.Uninstall()
+}
+
+func (k *Keeper) isLeft() bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.left
 }
 
 // watch watches the CNI directories, as far as it can: a node has few inotify instances for all programs of a user
@@ -202,7 +217,7 @@ func (k *Keeper) installUnlessUninstalled() (written []string, err error) {
 		return nil, err
 	}
 	defer unlock()
-	if attach.Uninstalled(k.StateDir) {
+	if k.isLeft() || attach.Uninstalled(k.StateDir) {
 		return nil, errUninstalled
 	}
 	return k.installLocked()

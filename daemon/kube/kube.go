@@ -54,6 +54,7 @@ type Node struct {
 	services   listers.ServiceLister // the upstream's service only; nil unless the configuration names one
 	nodes      listers.NodeLister    // this node only
 	owner      *owner                // nil unless FollowDaemonSet was called
+	taint      taintState
 
 	broadcaster record.EventBroadcaster
 	events      record.EventRecorder

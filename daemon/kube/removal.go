@@ -3,17 +3,21 @@ package kube
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/informers"
 	appslisters "k8s.io/client-go/listers/apps/v1"
 	listers "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
+	corev1helpers "k8s.io/component-helpers/scheduling/corev1"
 	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
+	"k8s.io/klog/v2"
 
 	"github.com/sluice-cni/sluice/daemon/config"
 )
@@ -52,10 +56,10 @@ func selectName(name string) string {
 }
 
 // Removed returns the reason for which sluice is being removed from this node for good: its namespace or its DaemonSet
-// is being deleted, or the DaemonSet does not select the node any more. The reason is empty if sluice stays: the
-// DaemonSet makes a new pod for the node. First it looks at the watches, which know the answer while the API server is
-// away, and after the daemon has lost its rights. If these say that sluice stays it asks the API server, because a
-// watch may lag behind kubelet. The error means that it is not known.
+// is being deleted, or the DaemonSet does not select the node, or tolerate its taints, any more. The reason is empty if
+// sluice stays: the DaemonSet makes a new pod for the node. First it looks at the watches, which know the answer while
+// the API server is away, and after the daemon has lost its rights. If these say that sluice stays it asks the API
+// server, because a watch may lag behind kubelet. The error means that it is not known.
 func (n *Node) Removed(ctx context.Context) (reason string, err error) {
 	if n.owner == nil {
 		return "", nil
@@ -96,11 +100,11 @@ func (n *Node) askOwner(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	nodes, err := n.client.CoreV1().Nodes().List(ctx, named(n.name))
+	node, err := n.askNode(ctx)
 	if err != nil {
 		return "", err
 	}
-	return n.removal(first(namespaces.Items), first(sets.Items), first(nodes.Items)), nil
+	return n.removal(first(namespaces.Items), first(sets.Items), node), nil
 }
 
 func first[T any](items []T) *T {
@@ -120,12 +124,43 @@ func (n *Node) removal(ns *corev1.Namespace, ds *appsv1.DaemonSet, node *corev1.
 		return fmt.Sprintf("DaemonSet %s/%s is being deleted", n.owner.Namespace, n.owner.Name.Name)
 	case node != nil && !selects(ds, node):
 		return fmt.Sprintf("DaemonSet %s/%s does not select node %s any more", ds.Namespace, ds.Name, node.Name)
+	case node != nil:
+		if taint := n.newlyUntolerated(ds, node); taint != "" {
+			return fmt.Sprintf("DaemonSet %s/%s does not tolerate taint %s of node %s any more",
+				ds.Namespace, ds.Name, taint, node.Name)
+		}
 	}
 	return ""
 }
 
+// newlyUntolerated returns the key of a taint of node that a pod of ds on this node tolerates, and the pods that ds
+// makes now do not. Taints that this daemon's own pod does not tolerate do not count, since most come and go by
+// themselves, and neither do those of Kubernetes itself: the DaemonSet controller adds tolerations for them to its pods.
+func (n *Node) newlyUntolerated(ds *appsv1.DaemonSet, node *corev1.Node) (key string) {
+	pods, _ := n.pods.Pods(ds.Namespace).List(labels.Everything()) // a list from the cache cannot fail
+	for _, t := range node.Spec.Taints {
+		isOfKubernetes := strings.HasPrefix(t.Key, "node.kubernetes.io/")
+		if t.Effect == corev1.TaintEffectPreferNoSchedule || isOfKubernetes ||
+			tolerates(ds.Spec.Template.Spec, &t) {
+			continue
+		}
+		if slices.ContainsFunc(pods, func(p *corev1.Pod) bool {
+			by := metav1.GetControllerOf(p)
+			return by != nil && by.Kind == "DaemonSet" && by.Name == ds.Name && tolerates(p.Spec, &t)
+		}) {
+			return t.Key
+		}
+	}
+	return ""
+}
+
+func tolerates(spec corev1.PodSpec, t *corev1.Taint) bool {
+	const compare = true // the operators Lt and Gt; API servers without them accept none
+	return corev1helpers.TolerationsTolerateTaint(klog.Background(), spec.Tolerations, t, compare)
+}
+
 // selects reports whether the nodeSelector and the affinity of ds admit node. An affinity that cannot be parsed admits
-// it. Taints do not count: most come and go by themselves.
+// it.
 func selects(ds *appsv1.DaemonSet, node *corev1.Node) bool {
 	pod := &corev1.Pod{Spec: ds.Spec.Template.Spec}
 	matches, err := nodeaffinity.GetRequiredNodeAffinity(pod).Match(node)

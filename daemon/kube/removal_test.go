@@ -44,6 +44,28 @@ func nodeIn(pool string) *corev1.Node {
 	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "here", Labels: map[string]string{"pool": pool}}}
 }
 
+const noExecute = corev1.TaintEffectNoExecute
+
+func taintedBy(key string, effect corev1.TaintEffect) *corev1.Node {
+	n := nodeIn("a")
+	n.Spec.Taints = []corev1.Taint{{Key: key, Effect: effect}}
+	return n
+}
+
+// daemonOf is a pod of a DaemonSet on the node that tolerates these taints; "" is all of them.
+func daemonOf(set string, tolerated ...string) *corev1.Pod {
+	p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{
+		Namespace: "sluice-system", Name: set + "-x", UID: "1",
+		OwnerReferences: []metav1.OwnerReference{{Kind: "DaemonSet", Name: set, Controller: new(true)}},
+	}}
+	for _, key := range tolerated {
+		p.Spec.Tolerations = append(p.Spec.Tolerations, corev1.Toleration{
+			Key: key, Operator: corev1.TolerationOpExists,
+		})
+	}
+	return p
+}
+
 // notIn is the affinity to nodes that are not in a pool.
 func notIn(pool string) *corev1.Affinity {
 	return &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{
@@ -84,11 +106,28 @@ func TestRemoved(t *testing.T) {
 			d.Spec.Template.Spec.Affinity = notIn("b")
 		}), nodeIn("a")}, ""},
 		{"the node is gone", []runtime.Object{system, daemonSet(nil)}, ""},
-		{"the node has a taint that is not tolerated", []runtime.Object{system, daemonSet(nil), func() *corev1.Node {
-			n := nodeIn("a")
-			n.Spec.Taints = []corev1.Taint{{Key: "k", Effect: corev1.TaintEffectNoExecute}}
-			return n
-		}()}, ""},
+		{"the node has a taint that was never tolerated", []runtime.Object{
+			system, daemonSet(nil), taintedBy("k", noExecute), daemonOf("sluice"),
+		}, ""},
+		{"a taint is not tolerated any more", []runtime.Object{
+			system, daemonSet(nil), taintedBy("k", noExecute), daemonOf("sluice", "k"),
+		}, "does not tolerate taint k"},
+		{"a taint that does not evict is not tolerated any more", []runtime.Object{
+			system, daemonSet(nil), taintedBy("k", corev1.TaintEffectNoSchedule), daemonOf("sluice", ""),
+		}, "does not tolerate taint k"},
+		{"a taint that keeps no pod off is not tolerated any more", []runtime.Object{
+			system, daemonSet(nil), taintedBy("k", corev1.TaintEffectPreferNoSchedule), daemonOf("sluice", ""),
+		}, ""},
+		{"a taint is still tolerated", []runtime.Object{system, daemonSet(func(d *appsv1.DaemonSet) {
+			d.Spec.Template.Spec.Tolerations = []corev1.Toleration{{Operator: corev1.TolerationOpExists}}
+		}), taintedBy("k", noExecute), daemonOf("sluice", "k")}, ""},
+		{"the node is cordoned, which the DaemonSet controller lets its pods tolerate", []runtime.Object{
+			system, daemonSet(nil), taintedBy(corev1.TaintNodeUnschedulable, corev1.TaintEffectNoSchedule),
+			daemonOf("sluice", corev1.TaintNodeUnschedulable),
+		}, ""},
+		{"a pod of another DaemonSet tolerates a taint", []runtime.Object{
+			system, daemonSet(nil), taintedBy("k", noExecute), daemonOf("other", "k"),
+		}, ""},
 		{"the pod template is another one", []runtime.Object{system, daemonSet(func(d *appsv1.DaemonSet) {
 			d.Generation, d.Spec.Template.Annotations = 7, map[string]string{"checksum/config": "x"}
 		}), nodeIn("a")}, ""},

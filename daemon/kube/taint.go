@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -29,10 +30,10 @@ const (
 
 // KeepTaint removes the taint from this node when status is ready, and adds it again when the upstream has been late,
 // or the plugin's installation contested, for after; 0: it never adds it. It runs until ctx ends, and always returns
-// nil.
+// nil. It ends too when RemoveTaint is called.
 func (n *Node) KeepTaint(ctx context.Context, after time.Duration, status func() attach.Status) error {
 	interval, logged := taintInterval, ""
-	for ctx.Err() == nil {
+	for ctx.Err() == nil && !n.taint.isLeft() {
 		switch err := n.keepTaint(ctx, after, status(), time.Now()); {
 		case err == nil, apierrors.IsConflict(err): // a conflict: the watch is about to show another client's change
 			interval, logged = taintInterval, ""
@@ -52,13 +53,14 @@ func (n *Node) keepTaint(ctx context.Context, after time.Duration, s attach.Stat
 	if err != nil {
 		return nil //nolint:nilerr // the watch has not shown the node yet
 	}
-	ours := func(t corev1.Taint) bool { return t.Key == Taint }
-	tainted := slices.ContainsFunc(node.Spec.Taints, ours)
+	n.taint.mu.Lock()
+	defer n.taint.mu.Unlock()
+	tainted := slices.ContainsFunc(node.Spec.Taints, isOurs)
 	want := wantTaint(tainted, after, s, now)
-	if want == tainted {
+	if want == tainted || n.taint.left {
 		return nil
 	}
-	taints := slices.DeleteFunc(slices.Clone(node.Spec.Taints), ours)
+	taints := slices.DeleteFunc(slices.Clone(node.Spec.Taints), isOurs)
 	warning, event, attempt, change := false, "SluiceNodeReady", "removing", "removed"
 	why := "sluice is ready to capture pods, and the upstream is ready"
 	if want {
@@ -70,12 +72,69 @@ func (n *Node) keepTaint(ctx context.Context, after time.Duration, s attach.Stat
 		}
 		why = fmt.Sprintf("%s (for %s)", reason, now.Sub(since).Round(time.Second))
 	}
+	n.taint.added = n.taint.added || want // an attempt that seems to fail may succeed
 	if err := n.setTaints(ctx, node.ResourceVersion, taints); err != nil {
 		return fmt.Errorf("%s taint %s of node %s: %w", attempt, Taint, n.name, err)
 	}
 	n.log.Info("node taint changed", "node", n.name, "taint", Taint, "change", change, "reason", why)
 	n.reportNode(node, warning, event, fmt.Sprintf("taint %s %s: %s", Taint, change, why))
 	return nil
+}
+
+// taintState is the part of the taint's state that the watch does not show.
+type taintState struct {
+	mu    sync.Mutex // guards the fields, and serialises changes of the taint
+	added bool       // this daemon has tried to add the taint; the watch may not show it yet
+	left  bool       // the daemon leaves the node, and does not add the taint any more
+}
+
+func (s *taintState) isLeft() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.left
+}
+
+func isOurs(t corev1.Taint) bool { return t.Key == Taint }
+
+// RemoveTaint removes the taint from this node, and ends KeepTaint. It is for a daemon that leaves the node for good:
+// no other one would remove the taint. The caller may call it again after an error. It sends no request if the node has
+// no taint as far as the watch and this daemon know.
+func (n *Node) RemoveTaint(ctx context.Context) error {
+	n.taint.mu.Lock()
+	defer n.taint.mu.Unlock()
+	n.taint.left = true
+	seen, err := n.nodes.Get(n.name)
+	if err == nil && !n.taint.added && !slices.ContainsFunc(seen.Spec.Taints, isOurs) {
+		return nil
+	}
+	if err := n.removeTaint(ctx); err != nil {
+		return fmt.Errorf("removing taint %s of node %s: %w", Taint, n.name, err)
+	}
+	return nil
+}
+
+func (n *Node) removeTaint(ctx context.Context) error {
+	node, err := n.askNode(ctx)
+	if err != nil || node == nil || !slices.ContainsFunc(node.Spec.Taints, isOurs) {
+		return err
+	}
+	if err := n.setTaints(ctx, node.ResourceVersion, slices.DeleteFunc(node.Spec.Taints, isOurs)); err != nil {
+		return err
+	}
+	n.log.Info("node taint changed", "node", n.name, "taint", Taint, "change", "removed",
+		"reason", "sluice is being removed from this node")
+	return nil
+}
+
+// askNode asks the API server for this node, as askOwner does; nil if it is gone.
+func (n *Node) askNode(ctx context.Context) (*corev1.Node, error) {
+	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
+	defer cancel()
+	nodes, err := n.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{FieldSelector: selectName(n.name)})
+	if err != nil {
+		return nil, err
+	}
+	return first(nodes.Items), nil
 }
 
 // reportNode makes an event on this node, a warning or a normal one.

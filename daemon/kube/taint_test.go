@@ -290,6 +290,80 @@ func TestTaintRefusal(t *testing.T) {
 	}
 }
 
+// TestTaintIsRemovedForGood: a daemon that leaves the node removes the taint, and never adds it again.
+func TestTaintIsRemovedForGood(t *testing.T) {
+	t.Parallel()
+	client := fake.NewClientset(tainted("7", others[0], notReady, others[1]))
+	n := unwatched(t, client, tainted("7", others[0], notReady, others[1]))
+	if err := n.RemoveTaint(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	wantTaints(t, client, others...)
+	late := func() attach.Status { return isLate }
+	if err := n.KeepTaint(t.Context(), time.Nanosecond, late); err != nil { // it would run until the end of the test
+		t.Error(err)
+	}
+	if err := n.keepTaint(t.Context(), time.Nanosecond, isLate, time.Now()); err != nil { // had it just begun
+		t.Error(err)
+	}
+	wantTaints(t, client, others...)
+}
+
+// TestTaintIsRemovedBeforeTheWatch shows that this daemon has just added it.
+func TestTaintIsRemovedBeforeTheWatch(t *testing.T) {
+	t.Parallel()
+	client := fake.NewClientset(tainted("7", others...))
+	n := unwatched(t, client, tainted("7", others...))
+	if err := n.keepTaint(t.Context(), time.Nanosecond, isLate, time.Now()); err != nil {
+		t.Fatal(err)
+	}
+	wantTaints(t, client, others[0], others[1], notReady)
+	if err := n.RemoveTaint(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	wantTaints(t, client, others...)
+}
+
+// TestTaintRemovalIsRefused after the rights of the daemon have been deleted. A node without the taint needs none.
+func TestTaintRemovalIsRefused(t *testing.T) {
+	t.Parallel()
+	for _, taints := range [][]corev1.Taint{nil, {notReady}} {
+		client := fake.NewClientset(tainted("7", taints...))
+		client.PrependReactor("*", "nodes", func(k8stesting.Action) (bool, runtime.Object, error) {
+			return true, nil, apierrors.NewForbidden(corev1.Resource("nodes"), "here", errors.New("no role"))
+		})
+		err := unwatched(t, client, tainted("7", taints...)).RemoveTaint(t.Context())
+		if apierrors.IsForbidden(err) != (taints != nil) || taints != nil && !strings.Contains(err.Error(), Taint) {
+			t.Errorf("the taints are %v: got %v", taints, err)
+		}
+	}
+}
+
+// unwatched is the view of a node that the watch has shown as seen, and does not show again.
+func unwatched(t *testing.T, client *fake.Clientset, seen *corev1.Node) *Node {
+	t.Helper()
+	nodes := cache.NewIndexer(cache.MetaNamespaceKeyFunc, nil)
+	if err := nodes.Add(seen); err != nil {
+		t.Fatal(err)
+	}
+	return &Node{
+		name: "here", client: client, log: slog.New(slog.DiscardHandler), nodes: listers.NewNodeLister(nodes),
+		events: record.NewFakeRecorder(10),
+	}
+}
+
+// wantTaints checks the taints that the node "here" has at the API server.
+func wantTaints(t *testing.T, client *fake.Clientset, taints ...corev1.Taint) {
+	t.Helper()
+	got, err := client.CoreV1().Nodes().Get(t.Context(), "here", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(taints, got.Spec.Taints); diff != "" {
+		t.Errorf("taints of the node (-want +got):\n%s", diff)
+	}
+}
+
 // keepTaintFor runs KeepTaint for d of a synctest's time, on a node that is ready and still tainted. answer is the API
 // server's answer to each patch. It returns the times of the patches since the start, and the log.
 func keepTaintFor(t *testing.T, d time.Duration, answer func(patch []byte) error) ([]time.Duration, string) {
@@ -303,15 +377,9 @@ func keepTaintFor(t *testing.T, d time.Duration, answer func(patch []byte) error
 			attempts = append(attempts, time.Since(begin))
 			return true, nil, answer(a.(k8stesting.PatchAction).GetPatch())
 		})
-		seen := cache.NewIndexer(cache.MetaNamespaceKeyFunc, nil)
-		if err := seen.Add(tainted("7", notReady)); err != nil {
-			t.Fatal(err)
-		}
 		var out bytes.Buffer
-		n := &Node{
-			name: "here", client: client, log: slog.New(slog.NewTextHandler(&out, nil)),
-			nodes: listers.NewNodeLister(seen), events: record.NewFakeRecorder(0),
-		}
+		n := unwatched(t, client, tainted("7", notReady))
+		n.log = slog.New(slog.NewTextHandler(&out, nil))
 		ctx, cancel := context.WithTimeout(t.Context(), d+1)
 		defer cancel()
 		if err := n.KeepTaint(ctx, 0, func() attach.Status { return isReady }); err != nil {

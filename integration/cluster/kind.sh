@@ -72,7 +72,7 @@ test_cluster() {
         cd integration/cluster/e2e
         KUBECONFIG=$kubeconfig E2E_ON_NODE="docker exec {} sh -c" E2E_RESTART_NODE="docker restart {}" \
             E2E_PREVIOUS="$run/previous/deploy" \
-            "${in_network[@]}" "$run/e2e.test" -test.v -test.timeout 30m
+            "${in_network[@]}" "$run/e2e.test" -test.v -test.timeout 60m
     )
 }
 

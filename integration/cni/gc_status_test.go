@@ -79,7 +79,7 @@ func TestGCThroughTheChain(t *testing.T) {
 	}
 }
 
-// TestStatus: STATUS fails when ADD would, and only then.
+// TestStatus: STATUS fails when the ADD of every pod would, and only then.
 func TestStatus(t *testing.T) {
 	t.Parallel()
 	noBinaries := `mount -t tmpfs none /usr/sbin
@@ -143,6 +143,24 @@ if command -v iptables-restore; then exit 1; fi`
 			name: "no iptables, and nothing else will do", plugin: map[string]any{"backend": "iptables"},
 			code: 50, names: "backend.*install iptables",
 			setup: func(*testing.T, *testbed.Node) string { return noBinaries },
+		},
+		{
+			name:   "records are on a full file system, and pods that did not opt in need none",
+			plugin: map[string]any{"optIn": "annotation"}, setup: fullDisk,
+		},
+		{
+			name:   "no backend, and pods that did not opt in need none",
+			plugin: map[string]any{"optIn": "annotation", "backend": "iptables"},
+			setup:  func(*testing.T, *testbed.Node) string { return noBinaries },
+		},
+		{
+			name:   "the daemon is down, and ADD fails for pods that opted in alone",
+			plugin: map[string]any{"optIn": "annotation", "onDaemonDown": "fail"},
+		},
+		{
+			name:   "the upstream is needed, whoever opted in",
+			plugin: map[string]any{"optIn": "annotation", "statusNeedsUpstream": true},
+			code:   51, names: "statusNeedsUpstream.*sluiced does not answer",
 		},
 		{name: "no iptables, but nftables", setup: func(*testing.T, *testbed.Node) string { return noBinaries }},
 	} {

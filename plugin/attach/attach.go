@@ -154,8 +154,8 @@ type Record struct {
 	Trust Trust `json:"trust"`
 	// Installed is nil if no ruleset was installed, or none to its end.
 	Installed *ruleset.Installed `json:"installed,omitempty"`
-	// Uncaptured is how many packets of a captured pod left around the upstream before, because its provisional capture
-	// had expired.
+	// Uncaptured is how many packets of a pod left around the upstream before it was captured, or was refused and held
+	// without a limit, because its provisional capture had expired.
 	Uncaptured uint64 `json:"uncaptured,omitempty"`
 }
 

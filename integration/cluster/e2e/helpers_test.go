@@ -67,6 +67,15 @@ func proxyRequests(ctx context.Context, t *testing.T, c *envconf.Config) int {
 	return proxyRequestsOn(ctx, t, c, home, urls(ctx, t, c)...)
 }
 
+// wantAnswer sends a request from the pod to a URL of the server.
+func wantAnswer(ctx context.Context, t *testing.T, c *envconf.Config, pod, url string) {
+	t.Helper()
+	out, err := inPod(ctx, c, namespace, pod, "timeout", "60", "wget", "-q", "-O-", url)
+	if err != nil || out != "hello\n" {
+		t.Fatalf("request from %s to %s: got %q, %v", pod, url, out, err)
+	}
+}
+
 // proxyRequestsOn counts the requests to URLs in the log of the proxy on a node.
 func proxyRequestsOn(ctx context.Context, t *testing.T, c *envconf.Config, node string, urls ...string) (count int) {
 	t.Helper()
@@ -122,10 +131,7 @@ func checkRequests(ctx context.Context, t *testing.T, c *envconf.Config, pod str
 	t.Helper()
 	for _, url := range urls(ctx, t, c) {
 		before := proxyRequests(ctx, t, c)
-		out, err := inPod(ctx, c, namespace, pod, "timeout", "60", "wget", "-q", "-O-", url)
-		if err != nil || out != "hello\n" {
-			t.Fatalf("request from %s to %s: got %q, %v", pod, url, out, err)
-		}
+		wantAnswer(ctx, t, c, pod, url)
 		want := 0
 		if captured {
 			want = 1

@@ -47,8 +47,10 @@ type optInState struct {
 	name string
 	// known are pods that are created, and that kubelet knows, before the state begins.
 	known bool
-	begin func(ctx context.Context, t *testing.T, c *envconf.Config)
-	end   func(ctx context.Context, t *testing.T, c *envconf.Config)
+	// newProxy: another proxy runs at the end, with a log of its own.
+	newProxy bool
+	begin    func(ctx context.Context, t *testing.T, c *envconf.Config)
+	end      func(ctx context.Context, t *testing.T, c *envconf.Config)
 }
 
 var (
@@ -62,6 +64,11 @@ var (
 	apiServerDown  = optInState{
 		name: "the API server is down, and the daemon has restarted", known: true, begin: stopServer, end: startServer,
 	}
+	bothDown = optInState{
+		name: "the API server and the daemon are down", known: true, begin: stopServerAndDaemon,
+		end: startServerAndDaemon,
+	}
+	proxyDown = optInState{name: "the proxy is down", newProxy: true, begin: stopProxy, end: startProxy}
 )
 
 // TestOptIn starts pods in each state of the node, with the admission policy and without it.
@@ -91,6 +98,8 @@ func TestOptIn(t *testing.T) {
 				daemonDown.name:     {plainPod, optedOut},
 				daemonNeverRan.name: {plainPod, optedOut},
 				apiServerDown.name:  {plainPod, optedOut},
+				bothDown.name:       {plainPod, optedOut},
+				proxyDown.name:      {plainPod, optedOut},
 			},
 		},
 		{
@@ -99,13 +108,15 @@ func TestOptIn(t *testing.T) {
 				allRuns.name:       {plainPod, labelledIn, byNS, optedOut},
 				daemonDown.name:    {plainPod, firstPod},
 				apiServerDown.name: {plainPod},
+				bothDown.name:      {plainPod},
+				proxyDown.name:     {plainPod, optedOut},
 			},
 		},
 	} {
 		step(t, "policy "+mode.policy, func(ctx context.Context, t *testing.T, c *envconf.Config) {
 			usePolicy(ctx, t, c, mode.policy)
 		})
-		for _, s := range []optInState{allRuns, daemonDown, daemonNeverRan, apiServerDown} {
+		for _, s := range []optInState{allRuns, daemonDown, daemonNeverRan, apiServerDown, bothDown, proxyDown} {
 			pods := []optInPod{plainPod, labelledIn, byNS, optedOut}
 			if slices.Contains(mode.want[s.name], firstPod) {
 				pods = append(pods, firstPod)
@@ -208,6 +219,9 @@ func startPods(
 		}
 	}
 	end()
+	if s.newProxy {
+		atProxy = 0
+	}
 	captured := 0
 	for _, p := range pods {
 		waitForFile(p, "answer", "has its answer")
@@ -296,7 +310,15 @@ func forgetDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
 	must(t, err)
 }
 
+// stopServer stops the API server, and restarts the daemon, which then knows no labels.
 func stopServer(ctx context.Context, t *testing.T, c *envconf.Config) {
+	stopServerAlone(ctx, t, c)
+	_, err := node(ctx, "pkill -9 -x sluiced")
+	must(t, err)
+}
+
+func stopServerAlone(ctx context.Context, t *testing.T, c *envconf.Config) {
+	t.Helper()
 	if os.Getenv(onNode) == "" {
 		t.Fatalf("%s is not set: see the Makefile", onNode)
 	}
@@ -305,15 +327,42 @@ func stopServer(ctx context.Context, t *testing.T, c *envconf.Config) {
 	waitFor(ctx, t, "the API server is down", func() (bool, error) {
 		return client(c).Get(ctx, "server", namespace, &corev1.Pod{}) != nil, nil
 	})
-	_, err = node(ctx, "pkill -9 -x sluiced")
-	must(t, err)
 }
 
 func startServer(ctx context.Context, t *testing.T, c *envconf.Config) {
+	startServerAlone(ctx, t, c)
+	waitForRollout(ctx, t, c, system, "sluice")
+}
+
+func startServerAlone(ctx context.Context, t *testing.T, c *envconf.Config) {
+	t.Helper()
 	_, err := nodeNamed(ctx, apiServerNode, startAPIServer)
 	must(t, err)
 	waitFor(ctx, t, "the API server responds again", func() (bool, error) {
 		return client(c).Get(ctx, "server", namespace, &corev1.Pod{}) == nil, nil
 	})
-	waitForRollout(ctx, t, c, system, "sluice")
+}
+
+func stopServerAndDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
+	stopDaemon(ctx, t, c)
+	stopServerAlone(ctx, t, c)
+}
+
+func startServerAndDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
+	startServerAlone(ctx, t, c)
+	startDaemon(ctx, t, c)
+}
+
+func stopProxy(ctx context.Context, t *testing.T, c *envconf.Config) {
+	placeDaemonSet(ctx, t, c, proxies, "mitmproxy", false)
+	waitFor(ctx, t, "no proxy runs", func() (bool, error) {
+		var pods corev1.PodList
+		err := client(c).WithNamespace(proxies).List(ctx, &pods, resources.WithLabelSelector("app=mitmproxy"))
+		return len(pods.Items) == 0, err
+	})
+}
+
+func startProxy(ctx context.Context, t *testing.T, c *envconf.Config) {
+	placeDaemonSet(ctx, t, c, proxies, "mitmproxy", true)
+	waitForRollout(ctx, t, c, proxies, "mitmproxy")
 }

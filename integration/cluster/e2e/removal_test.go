@@ -23,6 +23,8 @@ type removal struct {
 	remove func(ctx context.Context, t *testing.T, c *envconf.Config)
 	// helm: sluice is installed by `helm install`, and not by `kubectl apply`.
 	helm bool
+	// tainted: the proxy is gone for longer than late.taintAfter before the removal.
+	tainted bool
 }
 
 var removals = []removal{
@@ -54,6 +56,11 @@ var removals = []removal{
 		placeDaemonSet(ctx, t, c, system, "sluice", false)
 	}},
 	{name: "the node loses the label that the nodeSelector selects", remove: nodeLosesLabel},
+	{name: "the DaemonSet, after the proxy", tainted: true, remove: func(
+		ctx context.Context, t *testing.T, c *envconf.Config,
+	) {
+		kubectl(ctx, t, "delete", "-n", system, "daemonset/sluice")
+	}},
 	{name: "the API server goes down before the daemon ends", remove: removeWithoutAPIServer},
 }
 
@@ -85,6 +92,9 @@ func checkRemoval(ctx context.Context, t *testing.T, c *envconf.Config, r remova
 		return a.State == "captured" && running(ctx, c, before.Name), err
 	})
 	checkRequests(ctx, t, c, before.Name, true)
+	if r.tainted {
+		taintByLateProxy(ctx, t, c)
+	}
 
 	r.remove(ctx, t, c)
 	waitFor(ctx, t, "no daemon is left", func() (bool, error) {
@@ -102,17 +112,34 @@ func checkRemoval(ctx context.Context, t *testing.T, c *envconf.Config, r remova
 	if left != "" {
 		t.Errorf("files of sluice remain on the node:\n%s", left)
 	}
-	checkRequests(ctx, t, c, before.Name, false)
+	waitFor(ctx, t, "the nodes have no other taints than their own", func() (bool, error) { return hasTaints(ctx, c) })
+	check := func(pod string) { checkRequests(ctx, t, c, pod, false) }
+	if r.tainted { // there is no proxy whose log could be counted, or that could answer
+		check = func(pod string) { wantAnswer(ctx, t, c, pod, urls(ctx, t, c)[0]) }
+		defer placeDaemonSet(ctx, t, c, proxies, "mitmproxy", true)
+	}
+	check(before.Name)
 	for name, labels := range map[string]map[string]string{"after": capture, "after-plain": nil} {
 		after := newPod(fmt.Sprintf("%s-%d", name, run), namespace, labels, "sleep 86400", "")
 		must(t, client(c).Create(ctx, after))
 		waitFor(ctx, t, "a new pod runs", func() (bool, error) { return running(ctx, c, after.Name), nil })
-		checkRequests(ctx, t, c, after.Name, false)
+		check(after.Name)
 		must(t, client(c).Delete(ctx, after))
 	}
 	must(t, client(c).Delete(ctx, before))
 	waitFor(ctx, t, "the pod that was captured can be deleted", func() (bool, error) {
 		return !running(ctx, c, before.Name), nil
+	})
+}
+
+// taintByLateProxy removes the proxy, so that the daemon taints the node, and would taint it again.
+func taintByLateProxy(ctx context.Context, t *testing.T, c *envconf.Config) {
+	t.Helper()
+	must(t, apply(ctx, c, render(ctx, t, "config.late.taintAfter=2s")))
+	waitForRollout(ctx, t, c, system, "sluice")
+	placeDaemonSet(ctx, t, c, proxies, "mitmproxy", false)
+	waitFor(ctx, t, "each node has the taint of sluice", func() (bool, error) {
+		return hasTaints(ctx, c, sluiceTaint)
 	})
 }
 
