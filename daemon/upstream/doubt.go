@@ -15,15 +15,21 @@ const (
 	maxFailures = 8
 	// proofInterval is the shortest time between two connections that the upstream is asked for as a proof.
 	proofInterval = 100 * time.Millisecond
+	// proofTime is how long the upstream may take to make a connection, before unclear answers are reported as a
+	// misconfiguration.
+	proofTime = 2 * time.Second
 )
 
 // unclearError is the error of an answer that says neither that the upstream has failed nor that the destination has:
-// tinyproxy answers 500 for both, and SOCKS5 servers reply with a general failure. It is ErrLate until Judge knows
-// better.
-type unclearError struct{ answer string }
+// tinyproxy answers 500 for both, and SOCKS5 servers reply with a general failure. A proxy may answer 400 to every
+// request, or to those for certain ports. Until Judge knows better, the error is ErrLate or ErrMisconfigured.
+type unclearError struct {
+	until  error
+	answer string
+}
 
-func (e *unclearError) Error() string        { return ErrLate.Error() + ": " + e.answer }
-func (e *unclearError) Is(target error) bool { return target == ErrLate }
+func (e *unclearError) Error() string        { return e.until.Error() + ": " + e.answer }
+func (e *unclearError) Is(target error) bool { return target == e.until }
 
 // Doubt is the number of unclear answers to one connection in a row. Its zero value is ready to use.
 type Doubt struct {
@@ -51,6 +57,19 @@ func (u *Upstream) Judge(d *Doubt, err error) error {
 	}
 	return fmt.Errorf("%w: %d answers were %s, and the upstream made other connections between them",
 		ErrUnreachable, d.failures, unclear.answer)
+}
+
+// doubtLocked reports whether err may be about a destination: it is that of an unclear answer, and the upstream makes
+// other connections, or may be about to. The caller holds mu.
+func (u *Upstream) doubtLocked(err error, now time.Time) bool {
+	var unclear *unclearError
+	if !errors.As(err, &unclear) {
+		return false
+	}
+	if u.suspected.IsZero() || u.connected.After(u.suspected) {
+		u.suspected = now
+	}
+	return now.Sub(u.suspected) < proofTime
 }
 
 func (u *Upstream) hasConnectedSince(t time.Time) bool {

@@ -16,6 +16,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/pause"
+	"github.com/sluice-cni/sluice/daemon/throttle"
 )
 
 const (
@@ -50,6 +51,10 @@ type Upstream struct {
 	reason string        // why the upstream is late, or how it is misconfigured
 	// connected is when the upstream has last made a connection, for a pod or for a probe.
 	connected time.Time
+	// misconfigured is when the upstream has last shown a misconfiguration. suspected is since when its answers may
+	// mean one, if it has made no connection since then.
+	misconfigured, suspected time.Time
+	lines                    throttle.Lines
 }
 
 // New describes an upstream. It is late until Run has found it. locate returns the address to dial now; nil stands for
