@@ -13,6 +13,9 @@ const (
 	// maxFailures is the number of unclear answers after which a destination counts as unreachable. The pauses between
 	// the requests add up to more than a second: a proxy that fails for a moment has recovered by then.
 	maxFailures = 8
+	// longDoubt is the time after which fewFailures are as many. A proxy that waits for its kernel to give up a
+	// destination that drops SYNs, as tinyproxy does, needs 127 s for each answer.
+	longDoubt, fewFailures = 5 * time.Second, 3
 	// proofInterval is the shortest time between two connections that the upstream is asked for as a proof.
 	proofInterval = 100 * time.Millisecond
 	// proofTime is how long the upstream may take to make a connection, before unclear answers are reported as a
@@ -33,13 +36,13 @@ func (e *unclearError) Is(target error) bool { return target == e.until }
 
 // Doubt is the number of unclear answers to one connection in a row. Its zero value is ready to use.
 type Doubt struct {
-	failures int
-	counted  time.Time // when the last of them was counted
+	failures       int
+	began, counted time.Time // when the first and the last of them were counted
 }
 
 // Judge returns err, the error of a request for the connection of d, or ErrUnreachable in its place: if the upstream
-// has given maxFailures unclear answers to this connection, and has made other connections between each two of them, it
-// is well and the destination is not. Only a connection that it has made is a proof: a proxy that has lost its own
+// has given maxFailures unclear answers to this connection, or fewFailures in longDoubt, and has made other connections
+// between each two of them, it is well and the destination is not. Only a connection that it has made is a proof: a proxy that has lost its own
 // upstream can still refuse a request by its rules.
 func (u *Upstream) Judge(d *Doubt, err error) error {
 	var unclear *unclearError
@@ -47,11 +50,14 @@ func (u *Upstream) Judge(d *Doubt, err error) error {
 		*d = Doubt{}
 		return err
 	}
+	if d.failures == 0 {
+		d.began = time.Now()
+	}
 	if d.failures == 0 || u.hasConnectedSince(d.counted) {
 		d.failures++
 		d.counted = time.Now()
 	}
-	if d.failures < maxFailures {
+	if d.failures < fewFailures || d.failures < maxFailures && d.counted.Sub(d.began) < longDoubt {
 		u.askForProof()
 		return err
 	}

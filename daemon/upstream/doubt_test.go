@@ -8,6 +8,8 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/integration/testbed"
@@ -29,6 +31,27 @@ func TestUnclearAnswersEndWithAProof(t *testing.T) {
 	if !errors.Is(err, ErrUnreachable) || errors.Is(err, ErrLate) || !strings.Contains(err.Error(), "503") {
 		t.Errorf("the last answer: got %v, want ErrUnreachable with the answer", err)
 	}
+}
+
+// TestFewSlowAnswersEndWithAProof: a connection does not wait for eight answers that take two minutes each.
+func TestFewSlowAnswersEndWithAProof(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		u := newUpstream("127.0.0.1:1", config.Connect)
+		unclear := &unclearError{ErrLate, "500 Unable to connect"}
+		var d Doubt
+		for i := range fewFailures {
+			want := ErrLate
+			if i == fewFailures-1 {
+				want = ErrUnreachable
+			}
+			if err := u.Judge(&d, unclear); !errors.Is(err, want) {
+				t.Fatalf("answer %d: got %v, want %v", i, err, want)
+			}
+			time.Sleep(longDoubt / 2)
+			u.recordConnected()
+		}
+	})
 }
 
 // TestUnclearMisconfigurationEndsWithAProof as well, and means one until then.
