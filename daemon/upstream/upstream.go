@@ -38,6 +38,7 @@ type Upstream struct {
 	locate   func() (string, error)
 	protocol config.Protocol
 	secret   string // empty: none
+	ofPods   bool   // the upstream is located among the pods of this node
 	log      *slog.Logger
 	every    time.Duration // between probes; 0 for none
 	dialed   chan struct{} // receives when a dial has succeeded; the probes listen
@@ -64,14 +65,14 @@ func New(c config.Upstream, locate func() (string, error), log *slog.Logger) *Up
 		locate = func() (string, error) { return c.Address, nil }
 	}
 	return &Upstream{
-		name: c.String(), locate: locate, protocol: c.Protocol, log: log,
+		name: c.String(), locate: locate, protocol: c.Protocol, log: log, ofPods: c.Address == "",
 		every: c.ProbeInterval, dialed: make(chan struct{}, 1), doubted: make(chan struct{}, 1),
 		ready: make(chan struct{}), since: time.Now(), reason: "not dialed yet",
 	}
 }
 
-// Authenticate adds a secret to requests of the protocol connect. A proxy that knows it can tell the daemon's requests
-// from those of other clients. It is called before Run.
+// Authenticate adds a secret to requests of the protocol connect, as long as they stay on this node. A proxy that knows
+// it can tell the daemon's requests from those of other clients. It is called before Run.
 func (u *Upstream) Authenticate(secret string) { u.secret = secret }
 
 // Run watches the upstream until ctx ends. It keeps one idle connection to it. The end of that connection is the
