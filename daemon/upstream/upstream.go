@@ -44,7 +44,7 @@ type Upstream struct {
 	dialed   chan struct{} // receives when a dial has succeeded; the probes listen
 	doubted  chan struct{} // receives when an answer was unclear; keepProving listens
 
-	// mu guards the fields below. It is held for moments, and no other lock is taken under it.
+	// mu guards the fields below. It is held for moments. No lock but that of lines is taken under it.
 	mu     sync.Mutex
 	idle   *idleConn     // nil while there is none
 	ready  chan struct{} // closed while the upstream is there
