@@ -80,6 +80,9 @@ func TestSecretTrustsNoFileOfAProxy(t *testing.T) {
 	t.Parallel()
 	elsewhere := filepath.Join(t.TempDir(), "elsewhere")
 	valid := strings.Repeat("a1", secretBytes)
+	if err := os.WriteFile(elsewhere, []byte(valid), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	write := func(text string) func(string) error {
 		return func(path string) error { return os.WriteFile(path, []byte(text), 0o600) }
 	}
@@ -96,9 +99,6 @@ func TestSecretTrustsNoFileOfAProxy(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			folder := t.TempDir()
-			if err := os.WriteFile(elsewhere, []byte(valid), 0o600); err != nil {
-				t.Fatal(err)
-			}
 			if err := put(filepath.Join(folder, SecretFile)); err != nil {
 				t.Fatal(err)
 			}
