@@ -42,8 +42,8 @@ type Doubt struct {
 
 // Judge returns err, the error of a request for the connection of d, or ErrUnreachable in its place: if the upstream
 // has given maxFailures unclear answers to this connection, or fewFailures in longDoubt, and has made other connections
-// between each two of them, it is well and the destination is not. Only a connection that it has made is a proof: a proxy that has lost its own
-// upstream can still refuse a request by its rules.
+// between each two of them, it is well and the destination is not. Only a connection that it has made is a proof: a
+// proxy that has lost its own upstream can still refuse a request by its rules.
 func (u *Upstream) Judge(d *Doubt, err error) error {
 	var unclear *unclearError
 	if !errors.As(err, &unclear) {
