@@ -144,6 +144,7 @@ func (a *Agent) enrolAll(ctx context.Context, missing, running []optin.Running, 
 		reasons[pod] = whyAmbiguous
 	}
 	for _, at := range found {
+		a.pulse.beat()
 		err := a.enrolOne(ctx, at)
 		if err == nil {
 			delete(reasons, at.Pod)

@@ -69,6 +69,7 @@ func (a *Agent) recordTrouble(r attach.Record, err error) {
 func (a *Agent) removeGone() error {
 	var errs []error
 	for _, r := range a.table.Gone() {
+		a.pulse.beat()
 		a.log.Warn("netns has gone without a DEL", "attachment", r.String(), "netns", r.Netns)
 		a.forget(r.ID)
 		errs = append(errs, a.store.Remove(r.ID))
@@ -183,6 +184,7 @@ func (a *Agent) reconsider(ctx context.Context, r attach.Record) error {
 // inbound captures it closes the listeners once no connection waits in them.
 func (a *Agent) closeUnused(ctx context.Context) {
 	for _, e := range a.table.All() {
+		a.pulse.beat()
 		e := a.table.Enter(e.ID)
 		if e.Unused() {
 			a.free(ctx, e)

@@ -21,6 +21,10 @@ const netnsDir = "/run/netns"
 // millisecond, and a pod that is not found is searched for at every change of any pod.
 const searchAgain = time.Minute
 
+// unreadyAgain is searchAgain for a netns without an address: its ADD may have gone on since, or it is of a program
+// that gives it none.
+const unreadyAgain = 5 * time.Second
+
 // netnsSearch finds the netns of pods by their addresses. Its zero value is ready to use.
 type netnsSearch struct {
 	mu    sync.Mutex            // one search at a time; guards known
@@ -92,7 +96,7 @@ func (s *netnsSearch) listLocked(attached map[attach.NetnsID]bool, now time.Time
 			continue // gone since, or another pod's
 		}
 		n, ok := s.known[entry.Name()]
-		if !ok || n.id != id || now.Sub(n.at).Abs() >= searchAgain || !n.isReady() {
+		if !ok || n.id != id || now.Sub(n.at).Abs() >= n.lookAgain() {
 			n = knownNetns{id: id, at: now}
 			if n.addresses, err = netns.Addresses(path); err != nil {
 				errs = append(errs, err)
@@ -105,9 +109,10 @@ func (s *netnsSearch) listLocked(attached map[attach.NetnsID]bool, now time.Time
 	return errors.Join(errs...)
 }
 
-// isReady reports whether the netns had an address that was not a loopback interface's. Else its ADD may have gone on.
-func (n knownNetns) isReady() bool {
-	return slices.ContainsFunc(n.addresses, func(a netns.Address) bool {
-		return !a.Loopback && !a.IsLinkLocalUnicast()
-	})
+// lookAgain is the time after which the addresses of n are listed again.
+func (n knownNetns) lookAgain() time.Duration {
+	if slices.ContainsFunc(n.addresses, func(a netns.Address) bool { return !a.Loopback && !a.IsLinkLocalUnicast() }) {
+		return searchAgain
+	}
+	return unreadyAgain
 }

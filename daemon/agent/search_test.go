@@ -85,21 +85,24 @@ func TestNetnsOfAnAttachedPodIsNoOther(t *testing.T) {
 func TestPodThatIsNotFoundIsCheap(t *testing.T) {
 	t.Parallel()
 	var s netnsSearch
-	h := podWith(t, "one", "203.0.113.24")
+	h, empty := podWith(t, "one", "203.0.113.24"), testbed.NewHost(t, "empty")
 	missing := []optin.Running{runningPod("lost", "203.0.113.26")} // no test has a pod with this address
 	begin := time.Now()
-	for _, tc := range []struct{ now, looked time.Time }{
-		{begin, begin},
-		{begin.Add(searchAgain - time.Second), begin},
-		{begin.Add(searchAgain), begin.Add(searchAgain)},
+	for _, tc := range []struct{ now, looked, lookedEmpty time.Duration }{
+		{0, 0, 0},
+		{unreadyAgain - time.Second, 0, 0},
+		{unreadyAgain, 0, unreadyAgain},
+		{searchAgain - time.Second, 0, searchAgain - time.Second},
+		{searchAgain, searchAgain, searchAgain - time.Second},
 	} {
 		// An error may be about the netns of another test, which has gone meanwhile.
-		if found, ambiguous, _ := s.find(missing, missing, nil, tc.now); len(found)+len(ambiguous) > 0 {
+		if found, ambiguous, _ := s.find(missing, missing, nil, begin.Add(tc.now)); len(found)+len(ambiguous) > 0 {
 			t.Errorf("got %+v found, and %+v ambiguous; want nothing", found, ambiguous)
 		}
-		if got := s.known[h.Name].at; !got.Equal(tc.looked) {
-			t.Errorf("after %s: the netns was last entered after %s, want %s",
-				tc.now.Sub(begin), got.Sub(begin), tc.looked.Sub(begin))
+		got, gotEmpty := s.known[h.Name].at.Sub(begin), s.known[empty.Name].at.Sub(begin)
+		if got != tc.looked || gotEmpty != tc.lookedEmpty {
+			t.Errorf("after %s: the netns was last entered after %s, and one without addresses after %s; "+
+				"want %s and %s", tc.now, got, gotEmpty, tc.looked, tc.lookedEmpty)
 		}
 	}
 }

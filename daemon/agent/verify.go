@@ -74,6 +74,7 @@ func (a *Agent) verifyChanged(ctx context.Context, now time.Time) {
 		}
 	}
 	for _, id := range all {
+		a.pulse.beat()
 		_ = a.tenure.Do(func() error { // short, because a hand-over waits for it
 			a.verify(ctx, id, now)
 			return nil

@@ -79,20 +79,35 @@ func (c Conn) AppState() sockdiag.AppState { return c.gate.AppState(c.Source, c.
 // metadata are the addresses, beside the link-local ones, at which clouds serve a node's credentials.
 var metadata = []netip.Addr{netip.MustParseAddr("fd00:ec2::254"), netip.MustParseAddr("fd20:ce::254")}
 
+// forbidden is the reason for which a destination is refused.
+type forbidden string
+
+func (f forbidden) Error() string { return string(f) }
+
+// Cause is the kind of an error of New. There are few kinds, while the text of an error may have an address in it that
+// the pod chooses.
+func Cause(err error) string {
+	var why forbidden
+	if errors.As(err, &why) {
+		return string(why)
+	}
+	return "the destination is not known, or cannot be checked"
+}
+
 // permitted refuses destinations that mean something else on the node than in the pod. The rules do not redirect them.
 // This check holds even if a connection to one arrives all the same.
 func permitted(dst netip.AddrPort) error {
 	a := dst.Addr().Unmap()
 	switch {
 	case a.IsLoopback(), a.IsUnspecified():
-		return errors.New("the destination would be the node's own loopback")
+		return forbidden("the destination would be the node's own loopback")
 	case a.IsLinkLocalUnicast():
-		return errors.New("the destination is link-local: the node would ask it under its own identity")
+		return forbidden("the destination is link-local: the node would ask it under its own identity")
 	case a.IsMulticast(), a == netip.AddrFrom4([4]byte{255, 255, 255, 255}):
-		return errors.New("the destination is not a unicast address")
+		return forbidden("the destination is not a unicast address")
 	}
 	if slices.Contains(metadata, a) {
-		return errors.New("the destination is a metadata service: the node would ask it under its own identity")
+		return forbidden("the destination is a metadata service: the node would ask it under its own identity")
 	}
 	return nil
 }
@@ -108,11 +123,11 @@ func (p Policy) toNode(dst netip.AddrPort) error {
 	}
 	a := dst.Addr().Unmap()
 	if slices.Contains(nodeServices, a) {
-		return errors.New("the destination is a cloud's service for nodes: the node would ask it as itself")
+		return forbidden("the destination is a cloud's service for nodes: the node would ask it as itself")
 	}
 	local, err := netns.IsLocal(a)
 	if err == nil && local {
-		err = errors.New("the destination is this node's own: the proxy would reach it through the node's loopback")
+		err = forbidden("the destination is this node's own: the proxy would reach it through the node's loopback")
 	}
 	return err
 }
@@ -122,7 +137,7 @@ func (p Policy) toNode(dst netip.AddrPort) error {
 func notFromNode(pod, src netip.AddrPort) error {
 	node, err := netns.SourceTo(pod.Addr())
 	if err == nil && src.Addr() == node {
-		err = errors.New("this node itself opened the connection: relayed, it would come back")
+		err = forbidden("this node itself opened the connection: relayed, it would come back")
 	}
 	return err
 }

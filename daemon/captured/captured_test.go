@@ -1,9 +1,12 @@
 package captured
 
 import (
+	"fmt"
 	"net/netip"
 	"os"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
@@ -59,5 +62,19 @@ func TestToNodeRefusesAddressesThatMeanTheNode(t *testing.T) {
 	})
 	if err != nil {
 		t.Fatal(err)
+	}
+}
+
+// TestCausesAreFew: the log is throttled by them, and a pod chooses the destinations.
+func TestCausesAreFew(t *testing.T) {
+	t.Parallel()
+	causes := map[string]bool{}
+	for i := range 200 {
+		dst := netip.AddrFrom4([4]byte{169, 254, 1, byte(i)})
+		causes[Cause(permitted(netip.AddrPortFrom(dst, 80)))] = true
+		causes[Cause(fmt.Errorf("looking up the route to %s: socket: %w", dst, unix.ENOBUFS))] = true
+	}
+	if len(causes) != 2 {
+		t.Errorf("got %d causes of two kinds of errors: %v", len(causes), causes)
 	}
 }

@@ -80,7 +80,7 @@ func (c *Carrier) AcceptOne(ctx context.Context, wg *sync.WaitGroup, g *gate.Gat
 			return
 		}
 		if err != nil {
-			if count, due := c.lines.Due(err.Error()); due {
+			if count, due := c.lines.Due(captured.Cause(err)); due {
 				c.log.Warn("connection refused", "source", accepted.Source.String(),
 					"destination", accepted.Destination.String(), "count", count, "err", err)
 			}

@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/sluice-cni/sluice/daemon/pause"
+	"github.com/sluice-cni/sluice/daemon/throttle"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
 
@@ -42,6 +43,7 @@ type Hub struct {
 	path   string
 	node   string
 	log    *slog.Logger
+	lines  throttle.Lines // a proxy can come and go at any rate
 	labels func(attach.Pod) map[string]string
 
 	mu      sync.Mutex        // see the package comment
@@ -143,15 +145,20 @@ func (h *Hub) Run(ctx context.Context, l net.Listener, owner Owner) error {
 func (h *Hub) serve(ctx context.Context, conn *net.UnixConn, owner Owner, serving *sync.WaitGroup) {
 	p := newProxy(h, conn)
 	if !h.enter(p) {
-		h.log.Warn("proxy refused: too many are connected")
+		if count, due := h.lines.Due("refused"); due {
+			h.log.Warn("proxy refused: too many are connected", "count", count)
+		}
 		p.refuse(fmt.Errorf("no more than %d proxies", maxProxies))
 		return
 	}
 	serving.Go(func() {
 		err := p.serve(ctx, owner)
 		h.leave(p)
-		if ctx.Err() == nil {
-			h.log.Warn("proxy has gone", "proxy", p.status().Name, "err", err)
+		if ctx.Err() != nil {
+			return
+		}
+		if count, due := h.lines.Due("gone"); due {
+			h.log.Warn("proxy has gone", "proxy", p.status().Name, "count", count, "err", err)
 		}
 	})
 }
@@ -210,10 +217,12 @@ func (h *Hub) updateReadyLocked() {
 	if ready == h.ready {
 		return
 	}
-	if ready {
-		h.log.Info("a proxy is there", "late", time.Since(h.since).Round(time.Millisecond).String())
-	} else {
-		h.log.Warn("no proxy is there: connections wait")
+	if count, due := h.lines.Due(fmt.Sprintf("ready: %t", ready)); due {
+		if ready {
+			h.log.Info("a proxy is there", "late", time.Since(h.since).Round(time.Millisecond).String(), "count", count)
+		} else {
+			h.log.Warn("no proxy is there: connections wait", "count", count)
+		}
 	}
 	h.ready, h.since = ready, time.Now()
 }

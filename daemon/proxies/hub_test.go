@@ -1,7 +1,9 @@
 package proxies
 
 import (
+	"bytes"
 	"context"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -68,15 +70,15 @@ func (h *testHub) setTrust(trust attach.PodTrust) {
 
 func newTestHub(t *testing.T) *testHub {
 	t.Helper()
-	return newTestHubAt(t, func(l net.Listener) net.Listener { return l })
+	return newTestHubAt(t, slog.DiscardHandler, func(l net.Listener) net.Listener { return l })
 }
 
 // newTestHubAt runs a hub that accepts at the listener that listener makes of its own.
-func newTestHubAt(t *testing.T, listener func(net.Listener) net.Listener) *testHub {
+func newTestHubAt(t *testing.T, log slog.Handler, listener func(net.Listener) net.Listener) *testHub {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "proxy.sock")
 	labels := func(attach.Pod) map[string]string { return map[string]string{"app": "web", "secret": "x"} }
-	h := &testHub{Hub: New(path, "node-1", labels, slog.New(slog.DiscardHandler))}
+	h := &testHub{Hub: New(path, "node-1", labels, slog.New(log))}
 	l, err := unixsock.Bind("unixpacket", path, slog.New(slog.DiscardHandler))
 	if err == nil {
 		err = l.Publish()
@@ -372,7 +374,7 @@ func (f *failingOnce) Accept() (net.Conn, error) {
 // TestHubSurvivesDescriptorExhaustion: its end would be the end of the daemon.
 func TestHubSurvivesDescriptorExhaustion(t *testing.T) {
 	t.Parallel()
-	h := newTestHubAt(t, func(l net.Listener) net.Listener { return &failingOnce{Listener: l} })
+	h := newTestHubAt(t, slog.DiscardHandler, func(l net.Listener) net.Listener { return &failingOnce{Listener: l} })
 	p := h.connect(t)
 	p.say(message{Kind: kindHello, Version: 1, Name: "test"})
 	p.wants(kindHello, "")
@@ -493,5 +495,50 @@ func TestDeafProxiesDelayNoOther(t *testing.T) {
 	})
 	for _, c := range many {
 		_ = c.Close()
+	}
+}
+
+// syncBuffer is a log that is read while it is written.
+type syncBuffer struct {
+	mu  sync.Mutex
+	log bytes.Buffer
+}
+
+func (b *syncBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.log.Write(p)
+}
+
+func (b *syncBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.log.String()
+}
+
+// TestProxyDoesNotFloodTheLog: one that connects and goes, again and again, makes a few lines.
+func TestProxyDoesNotFloodTheLog(t *testing.T) {
+	t.Parallel()
+	var log syncBuffer
+	h := newTestHubAt(t, slog.NewTextHandler(&log, nil), func(l net.Listener) net.Listener { return l })
+	const count = 100
+	for i := range count {
+		p := h.connect(t)
+		p.say(message{Kind: kindHello, Version: version, Name: fmt.Sprintf("proxy-%d", i)})
+		p.wants(kindHello, "")
+		_ = p.Close() // everything was said
+		testbed.Eventually(t, "the hub has noticed", func() bool { return len(h.Status().Proxies) == 0 })
+	}
+	for range count {
+		h.connect(t)
+	}
+	for _, message := range []string{
+		"proxy connected", "proxy has gone", "a proxy is there", "no proxy is there: connections wait",
+		"proxy refused: too many are connected",
+	} {
+		testbed.Eventually(t, "the log has "+message, func() bool { return strings.Contains(log.String(), message) })
+		if got := strings.Count(log.String(), `msg="`+message+`"`); got > count/10 {
+			t.Errorf("%d lines %q, want a few", got, message)
+		}
 	}
 }

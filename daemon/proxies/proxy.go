@@ -173,7 +173,9 @@ func (p *proxy) recordHello(hello message) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.name, p.greeted = printable.Text(hello.Name, maxName), true
-	p.hub.log.Info("proxy connected", "proxy", p.name, "held", hello.Held)
+	if count, due := p.hub.lines.Due("connected"); due {
+		p.hub.log.Info("proxy connected", "proxy", p.name, "held", hello.Held, "count", count)
+	}
 }
 
 // recordAddresses reports whether some of the addresses are new to the hub.

@@ -43,7 +43,7 @@ func (s *Server) serve(
 		}
 		socket.Reset(conn)
 	case errors.As(err, &refused):
-		if count, due := s.lines.Due(err.Error()); due {
+		if count, due := s.lines.Due(captured.Cause(refused.error)); due {
 			s.relay.log.Warn("connection refused", "pod", s.Pod.String(), "source", c.Source.String(),
 				"destination", c.Destination.String(), "count", count, "err", err)
 		}

@@ -130,7 +130,7 @@ func refusal(conn net.Conn, resp *http.Response) error {
 	switch resp.StatusCode {
 	case http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusInternalServerError:
 		return failure(conn, resp)
-	case http.StatusForbidden, http.StatusGatewayTimeout:
+	case http.StatusForbidden, http.StatusUnavailableForLegalReasons, http.StatusGatewayTimeout:
 		return fmt.Errorf("%w: %s", ErrUnreachable, resp.Status)
 	case http.StatusTooManyRequests:
 		return fmt.Errorf("%w: %s", ErrLate, resp.Status)
@@ -138,7 +138,7 @@ func refusal(conn net.Conn, resp *http.Response) error {
 		return fmt.Errorf("%w: the proxy requires a user and a password (%s), and sluice has none",
 			ErrMisconfigured, resp.Status)
 	default:
-		return fmt.Errorf("%w: the proxy answers CONNECT with %s", ErrMisconfigured, resp.Status)
+		return &unclearError{ErrMisconfigured, resp.Status}
 	}
 }
 
@@ -161,7 +161,7 @@ func failure(conn net.Conn, resp *http.Response) error {
 	case resp.Header.Get("Retry-After") != "": // the proxy speaks of itself (RFC 9110, section 15.6.4)
 		return fmt.Errorf("%w: %s", ErrLate, resp.Status)
 	default:
-		return &unclearError{resp.Status}
+		return &unclearError{ErrLate, resp.Status}
 	}
 }
 

@@ -189,6 +189,7 @@ func TestConnectAnswersAreClassified(t *testing.T) {
 		{"502 with a reset", page("x"), resetConn, ErrUnreachable, "502"},
 		{"502 and a page without an end", page(strings.Repeat("x", 1<<20)), hangUp, ErrUnreachable, "502"},
 		{"403", "HTTP/1.1 403 Forbidden\r\n\r\n", hangUp, ErrUnreachable, "403"},
+		{"451", "HTTP/1.1 451 Unavailable For Legal Reasons\r\n\r\n", hangUp, ErrUnreachable, "451"},
 		{"504", "HTTP/1.1 504 Gateway Timeout\r\n\r\n", hangUp, ErrUnreachable, "504"},
 		{"500", "HTTP/1.1 500 Internal Server Error\r\n\r\n", hangUp, ErrLate, "500"},
 		{"503", "HTTP/1.1 503 Service Unavailable\r\n\r\n", stayOpen, ErrLate, "503"},

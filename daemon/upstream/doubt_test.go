@@ -8,6 +8,8 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/integration/testbed"
@@ -17,7 +19,7 @@ import (
 func TestUnclearAnswersEndWithAProof(t *testing.T) {
 	t.Parallel()
 	u := newUpstream("127.0.0.1:1", config.Connect)
-	unclear := &unclearError{"503 Service Unavailable"}
+	unclear := &unclearError{ErrLate, "503 Service Unavailable"}
 	var d Doubt
 	for i := range maxFailures - 1 {
 		if err := u.Judge(&d, unclear); !errors.Is(err, ErrLate) || errors.Is(err, ErrUnreachable) {
@@ -31,6 +33,45 @@ func TestUnclearAnswersEndWithAProof(t *testing.T) {
 	}
 }
 
+// TestFewSlowAnswersEndWithAProof: a connection does not wait for eight answers that take two minutes each.
+func TestFewSlowAnswersEndWithAProof(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		u := newUpstream("127.0.0.1:1", config.Connect)
+		unclear := &unclearError{ErrLate, "500 Unable to connect"}
+		var d Doubt
+		for i := range fewFailures {
+			want := ErrLate
+			if i == fewFailures-1 {
+				want = ErrUnreachable
+			}
+			if err := u.Judge(&d, unclear); !errors.Is(err, want) {
+				t.Fatalf("answer %d: got %v, want %v", i, err, want)
+			}
+			time.Sleep(longDoubt / 2)
+			u.recordConnected()
+		}
+	})
+}
+
+// TestUnclearMisconfigurationEndsWithAProof as well, and means one until then.
+func TestUnclearMisconfigurationEndsWithAProof(t *testing.T) {
+	t.Parallel()
+	u := newUpstream("127.0.0.1:1", config.Connect)
+	unclear := &unclearError{ErrMisconfigured, "400 Bad Request"}
+	var d Doubt
+	for i := range maxFailures {
+		want := ErrMisconfigured
+		if i == maxFailures-1 {
+			want = ErrUnreachable
+		}
+		if err := u.Judge(&d, unclear); !errors.Is(err, want) {
+			t.Fatalf("answer %d: got %v, want %v", i, err, want)
+		}
+		u.recordConnected()
+	}
+}
+
 // TestUnclearAnswersWithoutAProofMeanLate, however many there are.
 func TestUnclearAnswersWithoutAProofMeanLate(t *testing.T) {
 	t.Parallel()
@@ -38,7 +79,7 @@ func TestUnclearAnswersWithoutAProofMeanLate(t *testing.T) {
 	u.recordConnected() // before the first of them: no proof
 	var d Doubt
 	for range 10 * maxFailures {
-		if err := u.Judge(&d, &unclearError{"500"}); !errors.Is(err, ErrLate) {
+		if err := u.Judge(&d, &unclearError{ErrLate, "500"}); !errors.Is(err, ErrLate) {
 			t.Fatalf("got %v, want ErrLate", err)
 		}
 	}
@@ -50,7 +91,7 @@ func TestAnotherAnswerEndsTheDoubt(t *testing.T) {
 	u := newUpstream("127.0.0.1:1", config.Connect)
 	var d Doubt
 	for i := range 3 * maxFailures {
-		err := error(&unclearError{"500"})
+		err := error(&unclearError{ErrLate, "500"})
 		if i%maxFailures == 0 {
 			err = ErrLate
 		}

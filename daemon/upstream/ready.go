@@ -30,27 +30,36 @@ func (u *Upstream) markLate(err error) {
 	u.reason = err.Error()
 }
 
-// recordAnswer records that the upstream has made a connection, or answers in a way that an operator has to mend, which
-// it logs once.
+// misconfiguredFor is how long the upstream counts as misconfigured after the last answer that says so. A pod that
+// alternates two destinations would otherwise change the status, and write to the log, with each of its connections.
+const misconfiguredFor = 10 * time.Second
+
+// recordAnswer records that the upstream has made a connection, or answers in a way that an operator has to mend.
 func (u *Upstream) recordAnswer(err error) {
-	reason := ""
-	if errors.Is(err, ErrMisconfigured) {
-		reason = err.Error()
-	} else if err != nil {
-		return
-	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if err == nil {
-		u.connected = time.Now()
+	now := time.Now()
+	switch {
+	case err == nil:
+		u.connected = now
+	case !errors.Is(err, ErrMisconfigured), !u.isReadyLocked(), u.doubtLocked(err, now):
+	default:
+		u.misconfigured = now
+		if u.reason == err.Error() {
+			return
+		}
+		u.reason = err.Error()
+		if _, due := u.lines.Due("misconfigured"); due {
+			u.log.Error("upstream is misconfigured: connections wait", "upstream", u.name, "err", err)
+		}
 	}
-	if !u.isReadyLocked() || u.reason == reason {
-		return
-	}
-	u.reason = reason
-	if reason != "" {
-		u.log.Error("upstream is misconfigured: connections wait", "upstream", u.name, "err", err)
-	} else {
+}
+
+// forgiveLocked ends the report of a misconfiguration that is over. The caller holds mu.
+func (u *Upstream) forgiveLocked() {
+	if u.isReadyLocked() && u.reason != "" && u.connected.After(u.misconfigured) &&
+		time.Since(u.misconfigured) >= misconfiguredFor {
+		u.reason = ""
 		u.log.Info("upstream is no longer misconfigured", "upstream", u.name)
 	}
 }
@@ -92,10 +101,11 @@ func (u *Upstream) WaitToRetry(ctx context.Context, d time.Duration) error {
 	return u.Wait(ctx)
 }
 
-// Status describes the upstream.
+// Status describes the upstream. The daemon asks for it every second.
 func (u *Upstream) Status() attach.UpstreamStatus {
 	u.mu.Lock()
 	defer u.mu.Unlock()
+	u.forgiveLocked()
 	return attach.UpstreamStatus{
 		Address: u.name, Protocol: string(u.protocol), Ready: u.isReadyLocked(), Since: u.since, Reason: u.reason,
 	}

@@ -79,6 +79,6 @@ func (u *Upstream) speak(conn net.Conn, req Request) ([]byte, error) {
 	case config.ProxyV2:
 		return announce(conn, req)
 	default:
-		return askConnect(conn, req, u.secret)
+		return askConnect(conn, req, u.secretFor(conn))
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -61,6 +62,17 @@ func readSecret(path string) (string, error) {
 		return "", fmt.Errorf("%s has no secret of %d hexadecimal digits", path, hex.EncodedLen(secretBytes))
 	}
 	return string(data[:n]), nil
+}
+
+// secretFor returns the secret if the other end of conn is a pod of this node or the node itself. A proxy on another
+// host cannot read the file, and the networks between could read the request.
+func (u *Upstream) secretFor(conn net.Conn) string {
+	from, to := conn.LocalAddr().(*net.TCPAddr), conn.RemoteAddr().(*net.TCPAddr)
+	// The kernel connects to an address of the node from the same address.
+	if u.ofPods || to.IP.IsLoopback() || to.IP.Equal(from.IP) {
+		return u.secret
+	}
+	return ""
 }
 
 // makeSecret writes a secret, unless there is a file at path. Root alone can read it, or also the group of a folder

@@ -1,6 +1,7 @@
 package upstream
 
 import (
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -8,6 +9,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/config"
 )
 
 func TestSecretStaysTheSame(t *testing.T) {
@@ -77,6 +80,9 @@ func TestSecretTrustsNoFileOfAProxy(t *testing.T) {
 	t.Parallel()
 	elsewhere := filepath.Join(t.TempDir(), "elsewhere")
 	valid := strings.Repeat("a1", secretBytes)
+	if err := os.WriteFile(elsewhere, []byte(valid), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	write := func(text string) func(string) error {
 		return func(path string) error { return os.WriteFile(path, []byte(text), 0o600) }
 	}
@@ -93,9 +99,6 @@ func TestSecretTrustsNoFileOfAProxy(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			folder := t.TempDir()
-			if err := os.WriteFile(elsewhere, []byte(valid), 0o600); err != nil {
-				t.Fatal(err)
-			}
 			if err := put(filepath.Join(folder, SecretFile)); err != nil {
 				t.Fatal(err)
 			}
@@ -117,5 +120,36 @@ func wantFiles(t *testing.T, folder, name string) {
 	entries, err := os.ReadDir(folder)
 	if err != nil || len(entries) != 1 || entries[0].Name() != name {
 		t.Errorf("the folder: got %v, %v; want %s alone", entries, err, name)
+	}
+}
+
+// between is a connection between two addresses.
+type between struct {
+	net.Conn
+	from, to *net.TCPAddr
+}
+
+func (c between) LocalAddr() net.Addr  { return c.from }
+func (c between) RemoteAddr() net.Addr { return c.to }
+
+// TestSecretIsForThisNode: a pod that the daemon has located is on it.
+func TestSecretIsForThisNode(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		address, from, to, want string
+	}{
+		{"127.0.0.1:1", "127.0.0.1", "127.0.0.1", "a1b2"},
+		{"[::1]:1", "::1", "::1", "a1b2"},
+		{"192.0.2.1:1", "192.0.2.1", "192.0.2.1", "a1b2"},
+		{"192.0.2.7:1", "192.0.2.1", "192.0.2.7", ""},
+		{"[2001:db8::7]:1", "2001:db8::1", "2001:db8::7", ""},
+		{"", "10.0.0.1", "10.0.0.7", "a1b2"},
+	} {
+		u := newUpstream(tc.address, config.Connect)
+		u.Authenticate("a1b2")
+		conn := between{from: &net.TCPAddr{IP: net.ParseIP(tc.from)}, to: &net.TCPAddr{IP: net.ParseIP(tc.to)}}
+		if got := u.secretFor(conn); got != tc.want {
+			t.Errorf("upstream %q, from %s to %s: got the secret %q, want %q", tc.address, tc.from, tc.to, got, tc.want)
+		}
 	}
 }

@@ -70,11 +70,11 @@ func socksError(reply byte) error {
 	case 0:
 		return nil
 	case 1:
-		return &unclearError{"SOCKS5 reply 1, general failure"}
-	case 2, 3, 4, 5, 6: // not allowed, network or host unreachable, refused, TTL expired
+		return &unclearError{ErrLate, "SOCKS5 reply 1, general failure"}
+	case 2, 3, 4, 5, 6, 8: // not allowed, network or host unreachable, refused, TTL expired, address type
 		return fmt.Errorf("%w: SOCKS5 reply %d", ErrUnreachable, reply)
-	default: // command or address type not supported
-		return fmt.Errorf("%w: SOCKS5 reply %d", ErrMisconfigured, reply)
+	default: // the command is not supported, or the reply is not assigned
+		return &unclearError{ErrMisconfigured, fmt.Sprintf("SOCKS5 reply %d", reply)}
 	}
 }
 

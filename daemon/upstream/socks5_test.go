@@ -102,7 +102,7 @@ func TestSOCKS5RepliesAreClassified(t *testing.T) {
 		{"5, refused", "\x05\x00", "\x05\x05\x00" + boundIPv4, hangUp, ErrUnreachable, "reply 5"},
 		{"6, TTL expired", "\x05\x00", "\x05\x06\x00" + boundIPv4, hangUp, ErrUnreachable, "reply 6"},
 		{"7, command not supported", "\x05\x00", "\x05\x07\x00" + boundIPv4, hangUp, ErrMisconfigured, "reply 7"},
-		{"8, address type not supported", "\x05\x00", "\x05\x08\x00" + boundIPv4, hangUp, ErrMisconfigured, "reply 8"},
+		{"8, address type not supported", "\x05\x00", "\x05\x08\x00" + boundIPv4, hangUp, ErrUnreachable, "reply 8"},
 		{"9, unassigned", "\x05\x00", "\x05\x09\x00" + boundIPv4, hangUp, ErrMisconfigured, "reply 9"},
 		{"no acceptable method", "\x05\xff", "", hangUp, ErrMisconfigured, "user and a password"},
 		{"a method that was not offered", "\x05\x02", "", hangUp, ErrMisconfigured, "0x2"},

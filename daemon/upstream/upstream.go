@@ -16,6 +16,7 @@ import (
 
 	"github.com/sluice-cni/sluice/daemon/config"
 	"github.com/sluice-cni/sluice/daemon/pause"
+	"github.com/sluice-cni/sluice/daemon/throttle"
 )
 
 const (
@@ -37,12 +38,13 @@ type Upstream struct {
 	locate   func() (string, error)
 	protocol config.Protocol
 	secret   string // empty: none
+	ofPods   bool   // the upstream is located among the pods of this node
 	log      *slog.Logger
 	every    time.Duration // between probes; 0 for none
 	dialed   chan struct{} // receives when a dial has succeeded; the probes listen
 	doubted  chan struct{} // receives when an answer was unclear; keepProving listens
 
-	// mu guards the fields below. It is held for moments, and no other lock is taken under it.
+	// mu guards the fields below. It is held for moments. No lock but that of lines is taken under it.
 	mu     sync.Mutex
 	idle   *idleConn     // nil while there is none
 	ready  chan struct{} // closed while the upstream is there
@@ -50,6 +52,10 @@ type Upstream struct {
 	reason string        // why the upstream is late, or how it is misconfigured
 	// connected is when the upstream has last made a connection, for a pod or for a probe.
 	connected time.Time
+	// misconfigured is when the upstream has last shown a misconfiguration. suspected is since when its answers may
+	// mean one, if it has made no connection since then.
+	misconfigured, suspected time.Time
+	lines                    throttle.Lines
 }
 
 // New describes an upstream. It is late until Run has found it. locate returns the address to dial now; nil stands for
@@ -59,14 +65,14 @@ func New(c config.Upstream, locate func() (string, error), log *slog.Logger) *Up
 		locate = func() (string, error) { return c.Address, nil }
 	}
 	return &Upstream{
-		name: c.String(), locate: locate, protocol: c.Protocol, log: log,
+		name: c.String(), locate: locate, protocol: c.Protocol, log: log, ofPods: c.Address == "",
 		every: c.ProbeInterval, dialed: make(chan struct{}, 1), doubted: make(chan struct{}, 1),
 		ready: make(chan struct{}), since: time.Now(), reason: "not dialed yet",
 	}
 }
 
-// Authenticate adds a secret to requests of the protocol connect. A proxy that knows it can tell the daemon's requests
-// from those of other clients. It is called before Run.
+// Authenticate adds a secret to requests of the protocol connect, as long as they stay on this node. A proxy that knows
+// it can tell the daemon's requests from those of other clients. It is called before Run.
 func (u *Upstream) Authenticate(secret string) { u.secret = secret }
 
 // Run watches the upstream until ctx ends. It keeps one idle connection to it. The end of that connection is the

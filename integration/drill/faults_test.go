@@ -3,6 +3,7 @@ package drill
 import (
 	"slices"
 	"syscall"
+	"time"
 )
 
 // fault is a failure of the node, of its daemon or proxy, or of a pod.
@@ -12,6 +13,8 @@ type fault struct {
 	prepare   func(*drillScene) // before the daemon starts; may be nil
 	strike    func(*drillScene)
 	undo      func(*drillScene) // after a random time; nil if strike has undone it already
+	// lasting is how long the fault lasts at least in a long drill, after a first second that counts for no median.
+	lasting time.Duration
 }
 
 func (f fault) fits(protocol string) bool {

@@ -42,18 +42,27 @@ const (
 
 var outcomeNames = [outcomes]string{"MADE", "REFUSED", "RESET", "ENDED", "WRONG", "OTHER", "STREAMS RESET", "LOST"}
 
+// phase is a part of the time of a drill.
+type phase int32
+
+const (
+	calm   phase = iota
+	onset        // of a fault, in which echoes count for no median
+	struck       // a fault lasts
+)
+
 // load is the connections that pods make all the time.
 type load struct {
 	counts  [outcomes]atomic.Int64
 	longest atomic.Int64 // ns, from connect to the echo
-	struck  atomic.Bool  // a fault lasts
+	phase   atomic.Int32
 
 	// A connection that was well after these times (ns since began) may not be reset, or end.
-	began          time.Time
-	resetsUntil    atomic.Int64
-	endsUntil      atomic.Int64
-	mu             sync.Mutex // guards the durations of echoes
-	calm, stricken []time.Duration
+	began       time.Time
+	resetsUntil atomic.Int64
+	endsUntil   atomic.Int64
+	mu          sync.Mutex                  // guards the durations of echoes
+	durations   [struck + 1][]time.Duration // by phase
 }
 
 // now is the time since the load began.
@@ -87,7 +96,7 @@ func (s *drillScene) connect(ctx context.Context, wg *sync.WaitGroup) {
 	for i := 0; ctx.Err() == nil; i++ {
 		wg.Go(func() {
 			host, address := s.pods[i%len(s.pods)].Host, testbed.EchoAddresses[i/len(s.pods)%2]
-			began, struck := s.now(), s.struck.Load()
+			began, in := s.now(), phase(s.phase.Load())
 			within, cancel := testbed.Minute()
 			defer cancel()
 			err := testbed.Echo(within, host, address, testbed.RandomBytes(100))
@@ -97,31 +106,27 @@ func (s *drillScene) connect(ctx context.Context, wg *sync.WaitGroup) {
 				was = s.longest.Load()
 			}
 			if err == nil {
-				s.took(time.Duration(took), struck)
+				s.took(time.Duration(took), in)
 			}
 		})
 		<-tick.C
 	}
 }
 
-// took adds to the durations of echoes.
-func (l *load) took(d time.Duration, struck bool) {
+// took adds to the durations of echoes that began in a phase.
+func (l *load) took(d time.Duration, in phase) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if struck {
-		l.stricken = append(l.stricken, d)
-	} else {
-		l.calm = append(l.calm, d)
-	}
+	l.durations[in] = append(l.durations[in], d)
 }
 
 // medians returns the medians of the durations before faults and during faults, and forgets them.
-func (l *load) medians() (calm, stricken time.Duration) {
+func (l *load) medians() (before, during time.Duration) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	calm, stricken = median(l.calm), median(l.stricken)
-	l.calm, l.stricken = nil, nil
-	return calm, stricken
+	before, during = median(l.durations[calm]), median(l.durations[struck])
+	clear(l.durations[:])
+	return before, during
 }
 
 func median(d []time.Duration) time.Duration {

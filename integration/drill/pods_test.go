@@ -36,23 +36,24 @@ const deadPort = "9"
 func hostilePods() []fault {
 	var faults []fault
 	for _, c := range []struct {
-		name  string
-		loops int
-		act   func(*drillScene, context.Context)
+		name    string
+		loops   int
+		lasting time.Duration
+		act     func(*drillScene, context.Context)
 	}{
-		{"dead destinations", 200, func(s *drillScene, ctx context.Context) {
+		{"dead destinations", 200, 5 * time.Second, func(s *drillScene, ctx context.Context) {
 			s.holdFor(ctx, 1500*time.Millisecond, net.JoinHostPort(testbed.WorldIPv4, deadPort))
 		}},
-		{"connections that never send", 200, func(s *drillScene, ctx context.Context) {
+		{"connections that never send", 200, 0, func(s *drillScene, ctx context.Context) {
 			s.holdFor(ctx, time.Minute, testbed.EchoAddresses[0])
 		}},
-		{"resets", 4, (*drillScene).resetEach},
-		{"capture ports", 20, (*drillScene).knock},
+		{"resets", 4, 0, (*drillScene).resetEach},
+		{"capture ports", 20, 0, (*drillScene).knock},
 	} {
 		faults = append(faults, fault{
 			name:   "pod: " + c.name,
 			strike: func(s *drillScene) { s.attack(c.loops, func(ctx context.Context) { c.act(s, ctx) }) },
-			undo:   (*drillScene).endAttack,
+			undo:   (*drillScene).endAttack, lasting: c.lasting,
 		})
 	}
 	return faults

@@ -28,7 +28,7 @@ type faultRow struct {
 	counts            [outcomes]int64
 	longest, recovery time.Duration
 	// The medians of an echo, of each time.
-	calm, struck []time.Duration
+	before, during []time.Duration
 }
 
 // fault adds the connections that ended since the last call. It returns the sums of all faults.
@@ -48,8 +48,8 @@ func (r *report) fault(s *drillScene, protocol string, f fault) [outcomes]int64 
 		r.total[o] += n
 	}
 	row.longest, row.recovery = max(row.longest, time.Duration(s.longest.Load())), max(row.recovery, s.recovery)
-	calm, struck := s.medians()
-	row.calm, row.struck = append(row.calm, calm), append(row.struck, struck)
+	before, during := s.medians()
+	row.before, row.during = append(row.before, before), append(row.during, during)
 	return r.total
 }
 
@@ -97,7 +97,7 @@ func (f *faultRow) add(g *faultRow) {
 		f.counts[o] += g.counts[o]
 	}
 	f.longest, f.recovery = max(f.longest, g.longest), max(f.recovery, g.recovery)
-	f.calm, f.struck = append(f.calm, g.calm...), append(f.struck, g.struck...)
+	f.before, f.during = append(f.before, g.before...), append(f.during, g.during...)
 }
 
 func (f *faultRow) cells(protocol, name string) []any {
@@ -106,7 +106,7 @@ func (f *faultRow) cells(protocol, name string) []any {
 		cells = append(cells, n)
 	}
 	return append(cells, f.longest.Round(time.Millisecond), f.recovery.Round(time.Millisecond),
-		median(f.calm), median(f.struck))
+		median(f.before), median(f.during))
 }
 
 func printTable(table [][]any) {

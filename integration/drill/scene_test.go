@@ -143,15 +143,24 @@ func (s *drillScene) ready() bool {
 
 // happen lets a fault happen, and returns when the node has recovered.
 func (s *drillScene) happen(f fault) {
-	s.struck.Store(true)
+	first := struck
+	if *long && f.lasting > 0 {
+		first = onset
+	}
+	s.phase.Store(int32(first))
 	f.strike(s)
+	if first == onset {
+		time.Sleep(time.Second)
+		s.phase.Store(int32(struck))
+		time.Sleep(f.lasting)
+	}
 	if f.undo != nil {
 		s.pause()
 		f.undo(s)
 	}
 	s.over = time.Now()
 	s.recovered()
-	s.struck.Store(false)
+	s.phase.Store(int32(calm))
 }
 
 // recovered waits until the upstream is ready and a new connection of every pod has been answered over both families.

@@ -11,12 +11,19 @@ import (
 func TestDeadDestinationIsAReset(t *testing.T) {
 	forEachProxy(t, proxies, func(t *testing.T, n *testbed.Node, p proxy) {
 		testbed.ServeEcho(n)
+		const dropped = "9"
+		for _, iptables := range []string{"iptables", "ip6tables"} {
+			n.World.Exec(iptables, "-A", "INPUT", "-p", "tcp", "--dport", dropped, "-j", "DROP")
+		}
+		n.Exec("sysctl", "-qw", "net.ipv4.tcp_syn_retries=1") // a proxy without a timeout of its own has the kernel's
 		p.start(t, n)
 		d := n.StartDaemon()
 		pod := n.AddPod("unlucky")
 		for _, address := range []string{
 			net.JoinHostPort(testbed.WorldIPv4, "81"), // refused
 			net.JoinHostPort(testbed.WorldIPv6, "81"),
+			net.JoinHostPort(testbed.WorldIPv4, dropped),
+			net.JoinHostPort(testbed.WorldIPv6, dropped),
 			"203.0.113.1:7", // no route
 		} {
 			testbed.WantReset(t, pod.Host, address)

@@ -1,7 +1,9 @@
 package relay
 
 import (
+	"bufio"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -89,5 +91,43 @@ func TestDaemonWithoutASecretServes(t *testing.T) {
 	}
 	if !strings.Contains(d.Log(), "proxies cannot tell requests of this daemon from others") {
 		t.Error("the log does not say so")
+	}
+}
+
+// TestSecretStaysOnTheNode: it is sent to the node's own addresses, and to no other host.
+func TestSecretStaysOnTheNode(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		host   func(*testbed.Node) *testbed.Host
+		ip     string
+		secret bool
+	}{
+		"the node":     {func(n *testbed.Node) *testbed.Host { return n.Host }, testbed.NodeIPv4, true},
+		"another host": {func(n *testbed.Node) *testbed.Host { return n.World }, testbed.WorldIPv4, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			n := testbed.New(t)
+			testbed.ServeEcho(n)
+			address := net.JoinHostPort(c.ip, "3128")
+			n.Config["upstream"].(map[string]any)["address"] = address
+			asked := make(chan bool, 100)
+			c.host(n).Serve(address, func(conn net.Conn) {
+				in := bufio.NewReader(conn)
+				req, err := http.ReadRequest(in)
+				if err != nil {
+					return // the daemon's idle connection
+				}
+				asked <- req.Header.Get("Sluice-Secret") != ""
+				testbed.ConnectTo(n, conn, in, req.Host, testbed.Connected, "")
+			})
+			n.StartDaemon()
+			testbed.EchoAll(t, 4, 200, n.AddPod("asking").Host) // on the idle connection, and on new ones
+			for range 4 {
+				if got := <-asked; got != c.secret {
+					t.Errorf("a request with the secret: %t, want %t", got, c.secret)
+				}
+			}
+		})
 	}
 }

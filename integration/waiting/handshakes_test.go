@@ -5,6 +5,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -151,8 +152,41 @@ func TestHandshakesAreBounded(t *testing.T) {
 	}
 }
 
-// TestDeadDestinationsDelayNoOthers: requests that the upstream takes long to answer do not use up the handshakes.
+// TestDeadDestinationsDelayNoOthers: while one pod asks for dead destinations all the time, the connections of another
+// take no turns with its requests. There is a limit on the former's requests each second, and none on the latter's, so
+// of both kinds in the same time, those of the former are by far the fewer.
 func TestDeadDestinationsDelayNoOthers(t *testing.T) {
+	t.Parallel()
+	n := testbed.New(t)
+	testbed.ServeEcho(n)
+	const deadPort = "9"
+	proxy := startHoldingProxy(n, func(destination string) bool { return strings.HasSuffix(destination, ":"+deadPort) })
+	n.StartDaemon()
+	unlucky, other := n.AddPod("unlucky"), n.AddPod("other")
+	const dead, served = 12 * handshakes, 2 * handshakes
+	testbed.ForEach(t, dead, func(i int) error { // of both families: each has a listener that claims its turn
+		c, err := unlucky.Open(testbed.Context(t),
+			net.JoinHostPort([]string{testbed.WorldIPv4, testbed.WorldIPv6}[i%2], deadPort))
+		if err == nil {
+			t.Cleanup(func() { _ = c.Close() }) // nothing was written
+		}
+		return err
+	})
+	testbed.Eventually(t, "the proxy holds as many requests as one pod may have in progress", func() bool {
+		return proxy.waiting() >= handshakes/2
+	})
+	before := proxy.waiting()
+	testbed.ForEach(t, served, func(int) error {
+		return testbed.Echo(testbed.Context(t), other.Host, testbed.EchoAddresses[0], testbed.RandomBytes(200))
+	})
+	if asked := proxy.waiting() - before; asked >= served {
+		t.Errorf("the upstream was asked for %d dead destinations of one pod during %d connections of another; "+
+			"want fewer", asked, served)
+	}
+}
+
+// TestSlowRequestsGiveTheirSlotsBack: requests that the upstream takes long to answer do not use up the handshakes.
+func TestSlowRequestsGiveTheirSlotsBack(t *testing.T) {
 	t.Parallel()
 	n := testbed.New(t)
 	testbed.ServeEcho(n)
