@@ -1,6 +1,7 @@
 package ruleset
 
 import (
+	"encoding/binary"
 	"errors"
 	"runtime"
 	"strings"
@@ -29,6 +30,7 @@ func inNetns(t *testing.T, do func() error) {
 // TestErrorNamesTheObject: the kernel refuses a transaction as a whole, and the error names the first cause.
 func TestErrorNamesTheObject(t *testing.T) {
 	chainOf := func(rules ...rule) []chain { return []chain{{name: "TEST", rules: rules}} }
+	fine := rule{match{}, targetReturn, "it is fine"}
 	astray := rule{match{proto: "tcp"}, jump("NOWHERE"), "it leads nowhere"}
 	long := chain{name: strings.Repeat("LONG", 80)} // NFT_NAME_MAXLEN is 256
 	counted := table{family: inet, name: "wall", chains: chainOf()}
@@ -39,7 +41,7 @@ func TestErrorNamesTheObject(t *testing.T) {
 		errno unix.Errno
 	}{
 		{
-			"a rule", []table{{family: inet, name: "wall", chains: chainOf(rule{match{}, targetReturn, "fine"}, astray)}},
+			"a rule", []table{{family: inet, name: "wall", chains: chainOf(fine, astray)}},
 			"table sluice-wall: rule in chain SLUICE_TEST (it leads nowhere)", unix.ENOENT,
 		},
 		{
@@ -62,4 +64,43 @@ func TestErrorNamesTheObject(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestOneTransaction: the rules of a new pod come in one step, and whoever watches its netns has one change to read.
+func TestOneTransaction(t *testing.T) {
+	inNetns(t, func() error {
+		s, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(s) //nolint:errcheck // nothing was written
+		_ = unix.SetsockoptInt(s, unix.SOL_NETLINK, unix.NETLINK_NO_ENOBUFS, 1)
+		err = unix.Bind(s, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: 1 << (unix.NFNLGRP_NFTABLES - 1)})
+		if err != nil {
+			return err
+		}
+		in, err := applyHere(t.Context(), Provisional("eth0"), BackendNFTables, nil)
+		if err != nil {
+			return err
+		}
+		if in.Backend != BackendNFTables || in.Wall != WallFull || !in.SYNGate || !in.IPv6 {
+			t.Errorf("installed: %+v; want all of it, with nftables", in)
+		}
+		transactions := 0
+		for {
+			m := make([]byte, 1<<16)
+			if _, _, err := unix.Recvfrom(s, m, unix.MSG_DONTWAIT); errors.Is(err, unix.EAGAIN) {
+				break
+			} else if err != nil {
+				return err
+			}
+			if binary.NativeEndian.Uint16(m[4:]) == unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_NEWGEN {
+				transactions++ // the kernel announces each generation of the rules
+			}
+		}
+		if transactions != 1 {
+			t.Errorf("the rules came in %d transactions, want one", transactions)
+		}
+		return nil
+	})
 }
