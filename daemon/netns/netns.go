@@ -12,6 +12,7 @@ import (
 
 	"github.com/containernetworking/plugins/pkg/ns"
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/daemon/socket"
@@ -137,18 +138,49 @@ func SourcesTo(dst netip.Addr) ([]netip.Addr, error) {
 	if err != nil || len(routes) == 0 {
 		return sources, nil //nolint:nilerr // no route leads there
 	}
-	out := &netlink.Device{LinkAttrs: netlink.LinkAttrs{Index: routes[0].LinkIndex}}
-	addrs, err := netlink.AddrList(out, unix.AF_INET6)
+	soon, err := tentative(routes[0].LinkIndex)
 	if err != nil {
 		return nil, fmt.Errorf("listing addresses of the interface that leads to %s: %w", dst, err)
 	}
-	for _, a := range addrs {
-		soon, ok := netip.AddrFromSlice(a.IP)
-		if ok && a.Flags&unix.IFA_F_TENTATIVE != 0 && !soon.IsLinkLocalUnicast() {
-			sources = append(sources, soon)
+	return append(sources, soon...), nil
+}
+
+// tentative lists the tentative IPv6 addresses of an interface, without link-local ones. It asks the kernel for those
+// of this interface alone, as package netlink does not: a full node has hundreds, and a list of all of them takes most
+// of a millisecond. Before Linux 4.20 the kernel lists all.
+func tentative(index int) (found []netip.Addr, err error) {
+	s, err := nl.Subscribe(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, err
+	}
+	defer s.Close()
+	_ = unix.SetsockoptInt(s.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1)
+	request := nl.NewNetlinkRequest(unix.RTM_GETADDR, unix.NLM_F_DUMP)
+	request.Sockets = map[int]*nl.SocketHandle{unix.NETLINK_ROUTE: {Socket: s}}
+	of := nl.NewIfAddrmsg(unix.AF_INET6)
+	of.Index = uint32(index)
+	request.AddData(of)
+	addresses, err := request.Execute(unix.NETLINK_ROUTE, unix.RTM_NEWADDR)
+	if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) { // then an address has changed, most likely elsewhere
+		return nil, err
+	}
+	for _, m := range addresses {
+		msg := nl.DeserializeIfAddrmsg(m)
+		if msg.Index != uint32(index) || msg.Flags&unix.IFA_F_TENTATIVE == 0 {
+			continue
+		}
+		attributes, err := nl.ParseRouteAttr(m[msg.Len():])
+		if err != nil {
+			return nil, err
+		}
+		for _, a := range attributes {
+			soon, ok := netip.AddrFromSlice(a.Value)
+			if a.Attr.Type == unix.IFA_ADDRESS && ok && !soon.IsLinkLocalUnicast() {
+				found = append(found, soon)
+			}
 		}
 	}
-	return sources, nil
+	return found, nil
 }
 
 // servicesInterface has the addresses of all services where kube-proxy uses IPVS: the kernel forwards what is sent

@@ -1,8 +1,12 @@
 package netns
 
 import (
+	"context"
+	"errors"
+	"fmt"
 	"net/netip"
 	"os"
+	"os/exec"
 	"slices"
 	"testing"
 
@@ -66,6 +70,44 @@ func TestSourcesToKnowTentativeAddresses(t *testing.T) {
 		if err != nil || !slices.Equal(got, wanted) {
 			t.Errorf("to %s: got %v, %v; want %v", to, got, err, want)
 		}
+	}
+}
+
+// TestSourcesToWhileAddressesChange: on a node that starts pods, the list of all addresses is seldom consistent.
+func TestSourcesToWhileAddressesChange(t *testing.T) {
+	t.Parallel()
+	h := testbed.NewHost(t, "node")
+	h.IP("link", "add", "cni0", "up", "type", "bridge")
+	h.IP("addr", "add", "fd01::1/64", "dev", "cni0", "nodad")
+	h.IP("link", "add", "other", "up", "type", "bridge")
+	h.Exec("sh", "-c", "for i in $(seq 1000); do echo addr add fd02::$i/64 dev other nodad; done | ip -b -")
+	ctx, cancel := context.WithCancel(t.Context())
+	changing := make(chan error)
+	go func() {
+		changing <- h.Do(func() error {
+			for ctx.Err() == nil {
+				for _, verb := range []string{"add", "del"} {
+					err := exec.Command("ip", "addr", verb, "fd03::1/64", "dev", "other", "nodad").Run()
+					if err != nil {
+						return err
+					}
+				}
+			}
+			return nil
+		})
+	}()
+	want := []netip.Addr{netip.MustParseAddr("fd01::1")}
+	err := h.Do(func() error {
+		for range 500 {
+			if got, err := SourcesTo(netip.MustParseAddr("fd01::7")); err != nil || !slices.Equal(got, want) {
+				return fmt.Errorf("got %v, %w; want %v", got, err, want)
+			}
+		}
+		return nil
+	})
+	cancel()
+	if err := errors.Join(err, <-changing); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -80,17 +80,31 @@ func (u *Upstream) isReady() bool {
 	return u.isReadyLocked()
 }
 
-// Wait returns when the upstream is there, or with the error of ctx.
+// Wait returns when the upstream is there, or with the error of ctx. A late upstream is dialed at once
+// then, and every dialInterval.
 func (u *Upstream) Wait(ctx context.Context) error {
 	u.mu.Lock()
-	ready := u.ready
+	ready, late := u.ready, !u.isReadyLocked()
+	if late {
+		u.waits++
+		u.demand()
+	}
 	u.mu.Unlock()
+	if late {
+		defer u.endWait()
+	}
 	select {
 	case <-ready:
 		return nil
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+}
+
+func (u *Upstream) endWait() {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.waits--
 }
 
 // WaitToRetry waits before a request is made again: for d, or if the upstream is late, until it is there.
@@ -101,11 +115,15 @@ func (u *Upstream) WaitToRetry(ctx context.Context, d time.Duration) error {
 	return u.Wait(ctx)
 }
 
-// Status describes the upstream. The daemon asks for it every second.
+// Status describes the upstream. The daemon asks for it every second. A late one is dialed again: the policy hold,
+// `sluiced wait` and the node's taint ask until it is there.
 func (u *Upstream) Status() attach.UpstreamStatus {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.forgiveLocked()
+	if !u.isReadyLocked() {
+		u.demand()
+	}
 	return attach.UpstreamStatus{
 		Address: u.name, Protocol: string(u.protocol), Ready: u.isReadyLocked(), Since: u.since, Reason: u.reason,
 	}

@@ -80,6 +80,64 @@ func TestReadyUpstreamWakesEveryWaiter(t *testing.T) {
 	})
 }
 
+// TestLateUpstreamIsDialedOnDemand: seldom while nothing waits, at once and often while something does, and at once
+// when its status is asked for.
+func TestLateUpstreamIsDialedOnDemand(t *testing.T) {
+	t.Parallel()
+	address := freeAddress()
+	synctest.Test(t, func(t *testing.T) {
+		var dials atomic.Int64
+		u := New(config.Upstream{Address: address, Protocol: config.Connect}, func() (string, error) {
+			dials.Add(1)
+			return address, nil
+		}, slog.New(slog.DiscardHandler))
+		during := func(d time.Duration) int64 {
+			synctest.Wait()
+			before := dials.Load()
+			time.Sleep(d)
+			synctest.Wait()
+			return dials.Load() - before
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		var group errgroup.Group
+		group.Go(func() error { return u.Run(ctx) })
+		if n := during(10 * quietInterval); n < 8 || n > 10 {
+			t.Errorf("while nothing waits: %d attempts in %s, want 8 to 10", n, 10*quietInterval)
+		}
+
+		time.Sleep(2 * dialInterval) // after the last attempt
+		waiting, give := context.WithCancel(ctx)
+		before := dials.Load()
+		group.Go(func() error {
+			_ = u.Wait(waiting) // the test ends it
+			return nil
+		})
+		synctest.Wait()
+		if n := dials.Load() - before; n != 1 {
+			t.Errorf("when a connection begins to wait: %d attempts at once, want 1", n)
+		}
+		if n := during(100 * dialInterval); n < 98 || n > 101 {
+			t.Errorf("while a connection waits: %d attempts in %s, want about 100", n, 100*dialInterval)
+		}
+		give()
+		if n := during(10 * quietInterval); n > 11 {
+			t.Errorf("when nothing waits any more: %d attempts in %s, want at most 11", n, 10*quietInterval)
+		}
+
+		time.Sleep(2 * dialInterval)
+		before = dials.Load()
+		u.Status()
+		synctest.Wait()
+		if n := dials.Load() - before; n != 1 {
+			t.Errorf("when its status is asked for: %d attempts at once, want 1", n)
+		}
+		cancel()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 func TestWaitEndsWithItsContext(t *testing.T) {
 	t.Parallel()
 	u := newUpstream(freeAddress(), config.Connect)

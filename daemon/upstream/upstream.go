@@ -20,8 +20,11 @@ import (
 )
 
 const (
-	// dialInterval is the time between attempts to reach an upstream that is late: the gate opens within 100 ms.
+	// dialInterval is the time between attempts to reach an upstream that is late while a connection waits for it: the
+	// gate opens within 100 ms.
 	dialInterval = 80 * time.Millisecond
+	// quietInterval is the time between attempts while nothing waits.
+	quietInterval = time.Second
 	// dialTimeout bounds the TCP handshake with the upstream. An upstream whose backlog is full drops SYNs, and refuses
 	// nothing; the kernel sends the second SYN after 1 s and the third after 3 s.
 	dialTimeout = 5 * time.Second
@@ -43,6 +46,7 @@ type Upstream struct {
 	every    time.Duration // between probes; 0 for none
 	dialed   chan struct{} // receives when a dial has succeeded; the probes listen
 	doubted  chan struct{} // receives when an answer was unclear; keepProving listens
+	wanted   chan struct{} // receives when a late upstream begins to be waited for, or is asked about; Run listens
 
 	// mu guards the fields below. It is held for moments. No lock but that of lines is taken under it.
 	mu     sync.Mutex
@@ -50,6 +54,7 @@ type Upstream struct {
 	ready  chan struct{} // closed while the upstream is there
 	since  time.Time     // when ready last changed
 	reason string        // why the upstream is late, or how it is misconfigured
+	waits  int           // how many calls of Wait wait
 	// connected is when the upstream has last made a connection, for a pod or for a probe.
 	connected time.Time
 	// misconfigured is when the upstream has last shown a misconfiguration. suspected is since when its answers may
@@ -67,7 +72,7 @@ func New(c config.Upstream, locate func() (string, error), log *slog.Logger) *Up
 	return &Upstream{
 		name: c.String(), locate: locate, protocol: c.Protocol, log: log, ofPods: c.Address == "",
 		every: c.ProbeInterval, dialed: make(chan struct{}, 1), doubted: make(chan struct{}, 1),
-		ready: make(chan struct{}), since: time.Now(), reason: "not dialed yet",
+		wanted: make(chan struct{}, 1), ready: make(chan struct{}), since: time.Now(), reason: "not dialed yet",
 	}
 }
 
@@ -103,8 +108,35 @@ func (u *Upstream) Run(ctx context.Context) error {
 			u.markLate(err)
 		}
 		_ = pause.For(ctx, time.Until(next)) // the loop looks at ctx
+		u.awaitDemand(ctx)
 	}
 	return nil
+}
+
+// awaitDemand delays the next attempt to reach a late upstream while nothing waits for it: until something does, or its
+// status is asked for, for quietInterval at most.
+func (u *Upstream) awaitDemand(ctx context.Context) {
+	u.mu.Lock()
+	demanded := u.waits > 0 || u.isReadyLocked()
+	u.mu.Unlock()
+	if demanded {
+		return
+	}
+	quiet := time.NewTimer(quietInterval)
+	defer quiet.Stop()
+	select {
+	case <-u.wanted:
+	case <-quiet.C:
+	case <-ctx.Done():
+	}
+}
+
+// demand ends awaitDemand.
+func (u *Upstream) demand() {
+	select {
+	case u.wanted <- struct{}{}:
+	default: // it is about to end
+	}
 }
 
 // recordDialed takes the upstream for ready, unless probes decide that.

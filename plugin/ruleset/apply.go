@@ -158,6 +158,11 @@ func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed)
 			in.Expires = previous.Expires
 		}
 	}
+	if previous == nil && candidates[0] == (nftablesBackend{}) {
+		if whole, err := applyWhole(in); err == nil {
+			return whole, nil
+		} // else step by step: the kernel lacks something, or there are tables already
+	}
 	// The wall comes first. Until the other rules are there it drops SYNs, which the clients send again.
 	var wallErr error
 	if in.Wall, wallErr = raiseWall(in.lasting(), in.Interfaces, previous); wallErr != nil {
@@ -202,6 +207,19 @@ func applyHere(ctx context.Context, r Ruleset, name string, previous *Installed)
 		failures = append(failures, in.lowerWall())
 	}
 	return Installed{}, errors.Join(failures...)
+}
+
+// applyWhole installs in with nftables, wall and all, in one transaction. It fails if a table of sluice exists.
+func applyWhole(in Installed) (Installed, error) {
+	in.Backend, in.Wall, in.SYNGate, in.IPv6 = BackendNFTables, WallFull, true, kernelHasIPv6()
+	tables := in.wall()
+	for _, f := range in.families() {
+		tables = append(tables, in.Ruleset.tables(f, in.facts())...)
+	}
+	if err := loopbackUp(); err != nil {
+		return in, err
+	}
+	return in, replaceTables(nil, tables)
 }
 
 // removeStandIn removes the rules that stood in for a wall which there is now: those of a version without one.
@@ -319,8 +337,8 @@ func applyWith(ctx context.Context, b backend, in Installed, needIPv6 bool) (ipv
 	if err := b.apply(ctx, IPv4, in.Ruleset.tables(IPv4, in.facts())); err != nil {
 		return false, err
 	}
-	if _, err := os.Stat("/proc/thread-self/net/if_inet6"); errors.Is(err, os.ErrNotExist) {
-		return false, nil // this kernel runs without IPv6
+	if !kernelHasIPv6() {
+		return false, nil
 	}
 	if err := b.apply(ctx, IPv6, in.Ruleset.tables(IPv6, in.facts())); err != nil {
 		has, aerr := hasGlobalIPv6()
@@ -332,6 +350,11 @@ func applyWith(ctx context.Context, b backend, in Installed, needIPv6 bool) (ipv
 		return false, nil
 	}
 	return true, nil
+}
+
+func kernelHasIPv6() bool {
+	_, err := os.Stat("/proc/thread-self/net/if_inet6")
+	return !errors.Is(err, os.ErrNotExist)
 }
 
 // loopbackUp brings lo up, since redirected packets take it. Runtimes bring lo up themselves, but not every

@@ -16,7 +16,6 @@ import (
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
 	"github.com/google/nftables/userdata"
-	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
 
@@ -101,53 +100,50 @@ func (nftablesBackend) remove(_ context.Context, _ Family, tables []table) error
 
 // replaceTables deletes the tables of old that exist and adds those of fresh, in one transaction.
 func replaceTables(old, fresh []table) error {
-	conn, err := nftables.New(
-		nftables.AsLasting(), // a lasting socket stays in the netns in which it was opened
-		nftables.WithSockOptions(hugeBuffers),
-	)
+	stale, err := existing(old)
 	if err != nil {
-		return fmt.Errorf("opening nftables: %w", err)
-	}
-	// The library waits for each of the many answers with the help of a goroutine. This goroutine is locked to its
-	// thread (ns.Do), so each answer would cost two switches of threads here; transact runs on another.
-	done := make(chan error)
-	go func() { done <- transact(conn, old, fresh) }()
-	if err := errors.Join(<-done, conn.CloseLasting()); err != nil {
 		return fmt.Errorf("nftables: %w", err)
+	}
+	err = commit(func(conn *nftables.Conn) error {
+		for _, t := range stale {
+			conn.DelTable(t)
+		}
+		for _, t := range fresh {
+			if err := addTable(conn, t); err != nil {
+				return fmt.Errorf("%s table %s: %w", t.family, nftTablePrefix+t.name, err)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("nftables: replacing tables: %w", err)
 	}
 	return nil
 }
 
-// hugeBuffers makes room for a transaction: it is one message, and the kernel answers each of its hundreds of parts.
-// With the default of 208 KiB a ruleset of some dozen CIDRs would be too large.
-func hugeBuffers(c *netlink.Conn) error {
-	const size = 16 << 20
-	return errors.Join(c.SetReadBuffer(size), c.SetWriteBuffer(size))
-}
-
-func transact(conn *nftables.Conn, old, fresh []table) error {
+// existing returns those of the tables that exist. Only these are deleted, in place of an add-then-delete: closing the
+// socket waits until deleted tables are freed, a grace period of RCU (nft_rcv_nl_event, net/netfilter/nf_tables_api.c),
+// which takes 10 ms or more.
+func existing(tables []table) (found []*nftables.Table, err error) {
+	if len(tables) == 0 {
+		return nil, nil
+	}
+	conn, err := nftables.New()
+	if err != nil {
+		return nil, fmt.Errorf("opening nftables: %w", err)
+	}
 	have, err := conn.ListTables()
 	if err != nil {
-		return fmt.Errorf("listing tables: %w", err)
+		return nil, fmt.Errorf("listing tables: %w", err)
 	}
-	for _, t := range old {
-		// Only existing tables, not add-then-delete: closing the socket waits until deleted tables are freed, a
-		// grace period of RCU (nft_rcv_nl_event, net/netfilter/nf_tables_api.c), which takes 10 ms or more.
+	for _, t := range tables {
 		nt := nftTable(t)
 		is := func(h *nftables.Table) bool { return h.Name == nt.Name && h.Family == nt.Family }
 		if slices.ContainsFunc(have, is) {
-			conn.DelTable(nt)
+			found = append(found, nt)
 		}
 	}
-	for _, t := range fresh {
-		if err := addTable(conn, t); err != nil {
-			return fmt.Errorf("%s table %s: %w", t.family, nftTablePrefix+t.name, err)
-		}
-	}
-	if err := conn.Flush(); err != nil {
-		return fmt.Errorf("replacing tables: %w", err)
-	}
-	return nil
+	return found, nil
 }
 
 func nftTable(t table) *nftables.Table {
@@ -161,7 +157,7 @@ const knownBridges = "bridges"
 func knowsBridges(t table) bool { return t.name == "wall" && t.family != link }
 
 func addTable(conn *nftables.Conn, t table) error {
-	nt := conn.AddTable(nftTable(t))
+	nt := conn.CreateTable(nftTable(t)) // fails if it exists: its rules would stay
 	if knowsBridges(t) {
 		set := &nftables.Set{
 			Table: nt, Name: knownBridges, KeyType: nftables.TypeIFIndex, Dynamic: true, Size: 1 << 10,
