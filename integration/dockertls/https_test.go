@@ -58,17 +58,3 @@ func (s *scene) wantPassed(name, reason string) {
 	s.wantLogged("TLS passed through: default/runner to " + name + " (" + testbed.WorldIPv4 + ":443), " + reason + ",")
 	s.wantLogged("tcp from ", " of default/runner ", "TLS passed through: "+reason)
 }
-
-// TestInspectedContainers: with the policy, containers of Docker fail rather than go unseen.
-func TestInspectedContainers(t *testing.T) {
-	t.Parallel()
-	s := newScene(t)
-	_, docker := s.startDocker("runner", map[string]string{"sluice.dev/nested": "inspect"})
-	docker.Pull(image, "latest")
-	for range 3 {
-		out, code := docker.RunToEnd(image, "bridge", request("strict.example.test")...)
-		if code != untrusted {
-			t.Fatalf("exit code %d, want %d\n%s", code, untrusted, out)
-		}
-	}
-}

@@ -26,10 +26,11 @@ const (
 	page         = "a page of the world"
 )
 
-// curl is the program of the registry's image. The image trusts the world's CA alone.
+// curl and busybox are the programs of the registry's image. The image trusts the world's CA alone.
 const (
-	curl  = "/usr/bin/curl"
-	store = "/etc/ssl/certs/ca-certificates.crt"
+	curl    = "/usr/bin/curl"
+	busybox = "/bin/busybox"
+	store   = "/etc/ssl/certs/ca-certificates.crt"
 )
 
 // worldCA is the CA of the servers in the world: no store of this machine has it.
@@ -58,7 +59,8 @@ func newScene(t *testing.T) *scene {
 	s.proxy = testbed.LaunchAddon(n, "--set", "ssl_verify_upstream_trusted_ca="+roots, "-s", testbed.FlowPrinter(n))
 	s.daemon = n.StartDaemon()
 	testbed.Eventually(t, "the plugin is installed, and the proxy is there", func() bool {
-		return s.daemon.Status().NotReady == ""
+		status := s.daemon.Status()
+		return status.NotReady == "" && status.Upstream.Ready
 	})
 	s.runtime.WaitForSluiced()
 	return s
@@ -71,6 +73,9 @@ func (s *scene) serve(roots string) {
 	certificate := ca.Server("example.test", []string{"*.example.test"}, nil).TLS()
 	must(s.t, os.WriteFile(roots, ca.Cert, 0o600))
 	files := program(s.t, curl)
+	var err error
+	files[busybox], err = os.ReadFile(busybox)
+	must(s.t, err)
 	files[store] = ca.Cert
 	r := newRegistry(s.t, files)
 	handler := func(w http.ResponseWriter, request *http.Request) {

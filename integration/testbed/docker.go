@@ -280,6 +280,27 @@ func (d *Docker) RunToEnd(image, network string, command ...string) (output stri
 	return string(answer), ended.StatusCode
 }
 
+// RunImage runs a command in a container of an image until the test ends.
+func (d *Docker) RunImage(image, network string, command ...string) *Container {
+	d.pod.tb.Helper()
+	var created struct{ ID string }
+	d.decode(d.post("/containers/create", map[string]any{
+		"Image": image, "Cmd": command, "HostConfig": map[string]any{"NetworkMode": network},
+	}), &created)
+	d.post("/containers/"+created.ID+"/start", nil)
+	return &Container{ID: created.ID}
+}
+
+// Save returns an image as docker save does: an archive with the layers.
+func (d *Docker) Save(image string) []byte {
+	d.pod.tb.Helper()
+	answer, err := d.call(http.MethodGet, "/images/"+image+"/get", nil)
+	if err != nil {
+		d.pod.tb.Fatalf("docker: %v", err)
+	}
+	return answer
+}
+
 // Build builds an image whose only step runs a command of busybox in the network, and returns the output.
 func (d *Docker) Build(network string, command ...string) string {
 	d.pod.tb.Helper()
