@@ -429,15 +429,6 @@ func (e *Engine) of(podUID string) []*container {
 	return found
 }
 
-// Counts returns how many nested containers are in each state.
-func (e *Engine) Counts() map[truststore.State]int {
-	counts := map[truststore.State]int{truststore.Trusted: 0, truststore.FilesOnly: 0, truststore.Unknown: 0}
-	for _, c := range e.of("") {
-		counts[c.state().State]++
-	}
-	return counts
-}
-
 // Update gives the running containers the CA after it has changed.
 func (e *Engine) Update() {
 	e.mu.Lock()
