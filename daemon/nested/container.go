@@ -243,7 +243,7 @@ func (e *Engine) stepAside(w *watcher, c *container, p *process) error {
 func (e *Engine) comeBack(w *watcher, c *container, updater *process) {
 	defer updater.close()
 	if err := updater.await(); err != nil {
-		e.config.Log.Warn("the end of an updater is not seen", "container", c.name, "err", err)
+		e.config.Log.Warn("the end of a process in a nested container is not seen", "container", c.name, "err", err)
 		return
 	}
 	if !e.has(w, c) {
@@ -252,7 +252,7 @@ func (e *Engine) comeBack(w *watcher, c *container, updater *process) {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
 	if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
-		e.config.Log.Warn("a nested container is not given the CA again", "container", c.name, "err", err)
+		e.config.Log.Warn("a nested container is not given the CA", "container", c.name, "err", err)
 	}
 	e.config.Changed(c.pod)
 }

@@ -132,7 +132,8 @@ func newEngine(t *testing.T, p *pod) *node {
 	n := &node{ca: filepath.Join(t.TempDir(), "ca.pem")}
 	must(t, os.WriteFile(n.ca, pki.NewCA("the proxy").Cert, 0o600))
 	n.Engine = New(Config{
-		CAFile: n.ca, Proc: "/proc", Changed: func(string) {}, Tell: func() {}, Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
+		CAFile: n.ca, Proc: "/proc", Changed: func(string) {}, Tell: func() {},
+		Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
 	})
 	n.Watch(map[uint32]string{p.netns: "uid"})
 	n.stop = run(t, n.Engine)

@@ -121,7 +121,7 @@ func New(config Config) *Engine {
 
 // Run works until ctx ends. Then nothing is stopped any more.
 func (e *Engine) Run(ctx context.Context) error {
-	e.resumeAll("processes that an earlier daemon has stopped go on")
+	e.resumeAll()
 	e.mu.Lock()
 	e.running = true
 	e.mu.Unlock()
@@ -139,7 +139,7 @@ func (e *Engine) Run(ctx context.Context) error {
 			e.mu.Unlock()
 			e.readers.Wait()
 			e.work.Wait()
-			e.resumeAll("processes that were stopped at the end go on")
+			e.resumeAll()
 			return nil
 		}
 	}
@@ -151,11 +151,14 @@ func (e *Engine) watched() map[uint32]string {
 	return e.pods
 }
 
-func (e *Engine) resumeAll(message string) {
-	if count, err := ResumeAll(e.config.Proc); err != nil {
-		e.config.Log.Warn("processes are not looked for that an earlier daemon may have stopped", "err", err)
-	} else if count > 0 {
-		e.config.Log.Warn(message, "processes", count)
+// resumeAll lets processes go on that this daemon or an earlier one has left behind.
+func (e *Engine) resumeAll() {
+	count, err := ResumeAll(e.config.Proc)
+	if err != nil {
+		e.config.Log.Warn("processes that a daemon has stopped are not looked for", "err", err)
+	}
+	if count > 0 {
+		e.config.Log.Warn("processes that a daemon had stopped go on", "processes", count)
 	}
 }
 
@@ -223,7 +226,7 @@ func (e *Engine) stopLocked() {
 		e.config.Log.Error("nested containers are watched on", "err", err)
 	}
 	if err := e.watcher.reader.Flush(); err != nil {
-		e.config.Log.Error("processes that have stopped may not go on", "err", err)
+		e.config.Log.Error("nested containers are watched on", "err", err)
 	}
 	e.watcher = nil
 	e.containers = map[uint64]*container{}
@@ -231,7 +234,7 @@ func (e *Engine) stopLocked() {
 
 func (e *Engine) unwatchLocked(netns uint32) {
 	if err := e.watcher.unwatch(netns); err != nil {
-		e.config.Log.Error("a pod that has ended is watched on", "err", err)
+		e.config.Log.Error("nested containers are watched on", "err", err)
 	}
 	for id, c := range e.containers {
 		if c.netns == netns {
@@ -253,7 +256,7 @@ func (e *Engine) read(w *watcher) {
 		case errors.Is(err, ringbuf.ErrFlushed):
 			return
 		default:
-			e.config.Log.Error("an event of the BPF program is lost", "err", err)
+			e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
 			return
 		}
 	}
@@ -272,7 +275,7 @@ func (e *Engine) handle(w *watcher, ev event) {
 	defer p.resume()
 	c, err := e.find(w, p, ev)
 	if err != nil {
-		e.config.Log.Warn("a process in a captured pod is not looked at", "pid", ev.PID, "err", err)
+		e.config.Log.Warn("a nested container is not given the CA", "err", err)
 		return
 	}
 	if c == nil {
@@ -291,7 +294,7 @@ func (e *Engine) handle(w *watcher, ev event) {
 		err = e.equip(ctx, w, c, p)
 	}
 	if err != nil {
-		e.config.Log.Warn("a nested container is not given the CA", "podUID", c.pod, "container", c.name, "err", err)
+		e.config.Log.Warn("a nested container is not given the CA", "container", c.name, "err", err)
 	}
 	e.config.Changed(c.pod)
 	e.config.Tell()
@@ -388,7 +391,7 @@ func (e *Engine) has(w *watcher, c *container) bool {
 func (e *Engine) forgetAtEnd(w *watcher, c *container) {
 	defer c.first.close()
 	if err := c.first.await(); err != nil {
-		e.config.Log.Warn("the end of a nested container is not seen", "container", c.name, "err", err)
+		e.config.Log.Warn("the end of a process in a nested container is not seen", "container", c.name, "err", err)
 		return
 	}
 	e.mu.Lock()
@@ -396,7 +399,8 @@ func (e *Engine) forgetAtEnd(w *watcher, c *container) {
 	if was {
 		delete(e.containers, c.mount)
 		if err := w.forget(c.mount); err != nil {
-			e.config.Log.Warn("a nested container is remembered", "container", c.name, "err", err)
+			e.config.Log.Warn("the end of a process in a nested container is not seen", "container", c.name,
+				"err", err)
 		}
 	}
 	e.mu.Unlock()
@@ -443,7 +447,7 @@ func (e *Engine) updateAll(w *watcher) {
 	for _, c := range e.of("") {
 		ctx, cancel := context.WithTimeout(context.Background(), deadline)
 		if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
-			e.config.Log.Warn("a nested container is not given the new CA", "container", c.name, "err", err)
+			e.config.Log.Warn("a nested container is not given the CA", "container", c.name, "err", err)
 		}
 		cancel()
 		e.config.Changed(c.pod)

@@ -22,7 +22,7 @@ func (e *Engine) begin(w *watcher, pods map[uint32]string) {
 			continue
 		}
 		if err := w.watch(netns); err != nil {
-			e.config.Log.Error("nested containers of a pod are not given the CA", "podUID", uid, "err", err)
+			e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
 		}
 	}
 	e.mu.Unlock()
@@ -33,7 +33,7 @@ func (e *Engine) begin(w *watcher, pods map[uint32]string) {
 func (e *Engine) sweep(w *watcher, pods map[uint32]string) {
 	found, err := e.list(pods)
 	if err != nil {
-		e.config.Log.Warn("nested containers that run already are not looked at", "err", err)
+		e.config.Log.Warn("a nested container is not given the CA", "err", err)
 	}
 	for _, c := range found {
 		c.lateStart = true // before others see it

@@ -83,8 +83,9 @@ func (w *watcher) load(f fields, ownPIDNS uint32) (err error) {
 		return err
 	}
 	w.program, err = ebpf.NewProgram(&ebpf.ProgramSpec{
-		Name: "sluice_exec", Type: ebpf.Tracing, AttachType: ebpf.AttachTraceRawTp, AttachTo: "sched_process_exec",
-		Instructions: program(f, w.maps, ownPIDNS), License: "Dual MIT/GPL", // the kernel lets no other license send signals
+		Name: "nested_exec", Type: ebpf.Tracing, AttachType: ebpf.AttachTraceRawTp, AttachTo: "sched_process_exec",
+		Instructions: program(f, w.maps, ownPIDNS),
+		License:      "Dual MIT/GPL", // bpf_send_signal is for licenses that are compatible with the GPL alone
 	})
 	if err != nil {
 		return fmt.Errorf("loading the BPF program: %w", err)
