@@ -153,8 +153,8 @@ class Listener:
     def facts(self, node: str, peer: str) -> Facts:
         nested = self.direction != "inbound" and is_nested(peer, self.pod["ips"])
         containers = self.pod.get("containers")
-        known = nested and containers is not None
-        return facts_of(self.pod, self.direction, node, nested, containers.get(peer, "unknown") if known else "")
+        container = containers.get(peer, "unknown") if nested and containers is not None else ""
+        return facts_of(self.pod, self.direction, node, nested, container)
 
 
 def facts_of(pod: dict[str, Any], direction: str, node: str, nested: bool = False, container: str = "") -> Facts:
