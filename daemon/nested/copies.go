@@ -13,9 +13,9 @@ import (
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
-// copies makes files on a tmpfs, each with a mount of it that has no place yet. Only a mount of the calling thread's own
-// mount namespace can be cloned (before Linux 6.15), and the tmpfs must not appear on the node. So a thread has a mount
-// namespace of its own, which ends with close.
+// copies makes files on a tmpfs, each with a mount of it that has no place yet. Only a mount of the calling thread's
+// own mount namespace can be cloned (before Linux 6.15), and the tmpfs must not appear on the node. So a thread has a
+// mount namespace of its own, which ends with close.
 type copies struct {
 	begin    sync.Once
 	requests chan chan<- madeCopy

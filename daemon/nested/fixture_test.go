@@ -2,7 +2,6 @@ package nested
 
 import (
 	"fmt"
-	"io"
 	"log/slog"
 	"os"
 	"os/exec"
@@ -77,7 +76,7 @@ func newPod(t *testing.T) *pod {
 // run runs a command in the pod, in the shell.
 func (p *pod) run(command string) {
 	p.t.Helper()
-	_, err := io.WriteString(p.lines, command+"\n")
+	_, err := p.lines.WriteString(command + "\n")
 	must(p.t, err)
 }
 

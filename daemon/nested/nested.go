@@ -8,10 +8,10 @@
 //
 // # A container starts
 //
-// A BPF program (program.go) at the tracepoint sched_process_exec sees each program that a process of the node executes.
-// It sends SIGSTOP to the first one in a mount namespace that is new, below a watched pod. That is the container's first
-// program: runc makes the namespaces after its own last exec. The process stops before its first instruction, and an
-// event tells this process about it.
+// A BPF program (program.go) at the tracepoint sched_process_exec sees each program that a process of the node
+// executes. It sends SIGSTOP to the first one in a mount namespace that is new, below a watched pod. That is the
+// container's first program: runc makes the namespaces after its own last exec. The process stops before its first
+// instruction, and an event tells this process about it.
 //
 // The daemon opens the container's root, mounts a copy with the CA over each trust store there (plugin/truststore), and
 // lets the process go on, in two milliseconds. A container whose stores take longer than the deadline goes on without,
@@ -342,7 +342,7 @@ func isOwn(proc string, p, owner *process) (bool, error) {
 	if err != nil || same {
 		return same, err
 	}
-	self, err := openProcess(proc, uint32(os.Getpid()), 0) //nolint:gosec // a PID
+	self, err := openProcess(proc, uint32(os.Getpid()), 0)
 	if err != nil {
 		return false, err
 	}

@@ -157,7 +157,7 @@ func (p *process) await() error {
 	conn, err := f.SyscallConn()
 	if err == nil {
 		err = conn.Read(func(fd uintptr) bool {
-			ready := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}} //nolint:gosec // a descriptor
+			ready := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
 			n, err := unix.Poll(ready, 0)
 			return err == nil && n > 0
 		})
@@ -203,8 +203,8 @@ func pids(proc string) ([]uint32, error) {
 	return found, nil
 }
 
-// ResumeAll lets all processes go on that this or an earlier daemon has stopped, and returns how many. Only those in PID
-// namespaces below that of the caller are touched.
+// ResumeAll lets all processes go on that this or an earlier daemon has stopped, and returns how many. Only those in
+// other PID namespaces than the caller's are touched.
 func ResumeAll(proc string) (int, error) {
 	all, err := pids(proc)
 	if err != nil {

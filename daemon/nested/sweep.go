@@ -89,7 +89,7 @@ func (e *Engine) listed(l *lister, p *process, pods map[uint32]string) (*contain
 	if err != nil {
 		return nil, err
 	}
-	netns := uint32(inode) //nolint:gosec // the kernel's are of 32 bits
+	netns := uint32(inode)
 	uid, wanted := pods[netns]
 	if !wanted {
 		return nil, nil //nolint:nilnil // no container
