@@ -135,7 +135,7 @@ func (t *podTrust) watchNested() {
 	for _, e := range t.table.All() {
 		for _, r := range e.Records() {
 			if isNestedWanted(r) {
-				pods[uint32(e.ID.Ino)] = r.Pod.UID //nolint:gosec // the kernel's inodes of namespaces have 32 bits
+				pods[uint32(e.ID.Ino)] = r.Pod.UID // the kernel's inodes of namespaces have 32 bits
 			}
 		}
 	}
