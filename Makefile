@@ -61,7 +61,7 @@ fuzz: ## Run each fuzz target for FUZZTIME (default 20s)
 fuzz-rules: ## * Try for FUZZRULESTIME (default 1h) to get TCP out of captured pods; take all rules away one by one
 	integration/setup.sh test
 	CGO_ENABLED=1 go test -race -count=1 -v -timeout 0 ./integration/escape \
-		-args -escape.duration=$(FUZZRULESTIME) -escape.every
+		-args -escape.duration=$(FUZZRULESTIME) -escape.seed=$$(date +%s) -escape.every
 
 bench: build ## * Measure latency, throughput, ADD and memory against their budgets; write bin/bench.json
 	integration/setup.sh bench
@@ -105,7 +105,7 @@ bench-e2e: cluster-up ## * Measure pod starts and a full node on such a node aga
 		KUBECONFIG=$(CURDIR)/bin/cluster/node/kubeconfig \
 			go test -count=1 -run '^$$' -bench . -benchtime 1x -timeout 30m ./e2e
 
-e2e-kind: build bin/cluster/cluster bin/tools/helm ## Run the end-to-end tests on a kind cluster; needs Docker and kind
+e2e-kind: build bin/cluster/cluster bin/tools/helm bin/tools/kind ## Run them on kind, and netns tests inside a node
 	integration/cluster/kind.sh
 
 cluster-up: build bin/cluster/cluster ## * Start a Kubernetes node on this machine, with images of sluice and mitmproxy
@@ -118,9 +118,14 @@ cluster-up: build bin/cluster/cluster ## * Start a Kubernetes node on this machi
 cluster-down: bin/cluster/cluster ## * Stop that node and remove all its files
 	bin/cluster/cluster down
 
-drill: ## * Break the daemon and the proxy under load, repeatedly, and report the fate of every connection
+drill: ## * Break daemon, proxy and pods under load, and report the fate of every connection; FAULTS=1000: at random
 	integration/setup.sh test
-	go test -count=1 -timeout=30m -run TestDrills -v ./integration/drill -args -drill
+ifdef FAULTS
+	go test -count=1 -timeout=0 -run '^TestRandomFaults$$' -v ./integration/drill \
+		-args -drill -drill-faults=$(FAULTS) $(SEED:%=-drill-seed=%)
+else
+	go test -count=1 -timeout=1h -run '^TestDrills$$' -v ./integration/drill -args -drill $(SEED:%=-drill-seed=%)
+endif
 
 screenshot: ## * Take the screenshot of mitmweb for docs/ in a real browser
 	integration/setup.sh screenshot
@@ -130,12 +135,19 @@ clean: ## Remove bin/, and the Kubernetes node if one runs
 	if [ -x bin/cluster/cluster ]; then bin/cluster/cluster down; fi
 	rm -rf bin
 
-# Development tools, in the versions that tools/go.mod and tools/helm/go.mod name.
+# Development tools, in the versions that tools/go.mod, tools/helm/go.mod and tools/kind/go.mod name.
 bin/tools/golangci-lint: tools/go.mod tools/go.sum
 	go build -C tools -o ../$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
 bin/tools/helm: tools/helm/go.mod tools/helm/go.sum
 	go build -C tools/helm -o ../../$@ helm.sh/helm/v3/cmd/helm
+
+bin/tools/kind: tools/kind/go.mod tools/kind/go.sum
+	go build -C tools/kind -o ../../$@ sigs.k8s.io/kind
+
+# The etcd of a kind node whose image is made on this machine.
+bin/tools/etcd: tools/kind/go.mod tools/kind/go.sum
+	CGO_ENABLED=0 go build -C tools/kind -o ../../$@ go.etcd.io/etcd/server/v3
 
 bin/tools/cnitool: tools/go.mod tools/go.sum
 	go build -C tools -o ../$@ github.com/containernetworking/cni/cnitool

@@ -3,7 +3,10 @@ package main
 import (
 	"context"
 	"errors"
+	"time"
 
+	"github.com/sluice-cni/sluice/daemon/kube"
+	"github.com/sluice-cni/sluice/daemon/pause"
 	"github.com/sluice-cni/sluice/daemon/trust"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -15,7 +18,7 @@ func (d daemon) leave(ctx context.Context, p parts) (removed bool) {
 	if p.node == nil || d.keeper == nil || p.agent.IsSucceeded() {
 		return false
 	}
-	reason, err := p.node.Removed(ctx)
+	reason, err := askRemoved(ctx, p.node)
 	switch {
 	case err != nil:
 		d.log.Warn("the plugin stays installed, because it is not known whether sluice is being removed from this node",
@@ -34,6 +37,25 @@ func (d daemon) leave(ctx context.Context, p parts) (removed bool) {
 	}
 	p.agent.Dissolve(ctx)
 	return !p.agent.IsSucceeded() // else the next daemon has installed the plugin again
+}
+
+// An API server that has just started refuses requests until it knows the roles. kubelet gives the daemon minutes to
+// end, and its listeners serve meanwhile.
+const (
+	askTime  = 15 * time.Second       // for which the daemon asks an API server that does not answer, or refuses
+	askPause = 500 * time.Millisecond // between two requests
+)
+
+// askRemoved is node.Removed, again and again while it fails.
+func askRemoved(ctx context.Context, node *kube.Node) (reason string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, askTime)
+	defer cancel()
+	for {
+		reason, err = node.Removed(ctx)
+		if err == nil || pause.For(ctx, askPause) != nil {
+			return reason, err
+		}
+	}
 }
 
 // removeFiles removes the rest of sluice's files from the node, when all parts of the daemon have ended. runtime is the

@@ -3,7 +3,7 @@
 # mitmproxy. Prints nothing if nothing is missing.
 set -euo pipefail
 
-usage="usage: $0 test|test-mitmproxy|trust-table|lint|demo|bench|e2e|screenshot"
+usage="usage: $0 test|test-mitmproxy|trust-table|lint|demo|bench|e2e|e2e-kind|screenshot"
 PATH=$PATH:/usr/sbin:/sbin # the PATH of an ordinary user lacks these folders
 
 # Each line: a command or an absolute path that must exist, and the package that contains it.
@@ -48,6 +48,11 @@ etcd                  etcd-server
 runc                  runc
 /usr/share/doc/busybox-static busybox-static
 "
+# A machine without Docker gets dockerd, and makes the image of a node.
+kind="
+dockerd               docker.io
+jq                    jq
+"
 # Debian's mitmproxy takes the place of a newer one where PyPI cannot be reached.
 mitmproxy="
 /usr/share/doc/python3-venv python3-venv
@@ -70,6 +75,7 @@ lint) wanted=$lint ;;
 demo) wanted=$common"openssl openssl" optional=$mitmproxy version=default ;;
 bench) wanted=$common$bench$mitmproxy$debian13 version="default 8.1.1 12.3.1" ;;
 e2e) wanted=$e2e$debian13 version=12.3.1 ;;
+e2e-kind) wanted=$e2e$kind$debian13 version=12.3.1 ;;
 screenshot) wanted=$common$test$debian13"chromium chromium" version=12.3.1 ;;
 -h | --help)
     echo "$usage"

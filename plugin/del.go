@@ -124,7 +124,13 @@ func uninstall(ctx context.Context, store attach.Store, r attach.Record) error {
 	if slices.ContainsFunc(siblings, func(s attach.Record) bool { return s.State == attach.Adding }) {
 		return nil // the last of them removes the rules
 	}
-	return removeRules(ctx, r.Netns, r.Installed)
+	if err := removeRules(ctx, r.Netns, r.Installed); err != nil {
+		return err
+	}
+	if err := ruleset.EndPatience(r.Netns); err != nil {
+		logf("detaching %s: %s", r.Attachment, err) // the netns ends later
+	}
+	return nil
 }
 
 // withdraw removes the interface of r from the rules that the container's other attachments share.

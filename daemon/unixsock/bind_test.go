@@ -6,7 +6,9 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -93,5 +95,63 @@ func TestFolderInThePlaceOfASocket(t *testing.T) {
 	defer l.Close() //nolint:errcheck // nothing was written
 	if err := errors.Join(os.Mkdir(path, 0o755), l.Publish()); err != nil {
 		t.Errorf("an empty folder: %v", err)
+	}
+}
+
+// TestBindRemovesUnpublishedSockets of daemons that were killed, and nothing else.
+func TestBindRemovesUnpublishedSockets(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	listen := func(network, name string) *net.UnixListener {
+		t.Helper()
+		l, err := net.ListenUnix(network, &net.UnixAddr{Name: filepath.Join(dir, name), Net: network})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.SetUnlinkOnClose(false)
+		t.Cleanup(func() { _ = l.Close() })
+		return l
+	}
+	for _, name := range []string{".DEADDEAD22", ".YOUNGYOUNG", "dead.sock", ".deaddead22"} {
+		_ = listen("unix", name).Close() // as the end of its process does
+	}
+	_ = listen("unixpacket", ".DEADPACKET").Close() // the same
+	listen("unix", ".ALIVEALIVE")
+	listen("unixpacket", ".ALIVEPACKE")
+	if err := os.WriteFile(filepath.Join(dir, ".REGULARFIL"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		if old := time.Now().Add(-2 * binding); e.Name() != ".YOUNGYOUNG" {
+			err = errors.Join(err, os.Chtimes(filepath.Join(dir, e.Name()), old, old))
+		}
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	l, err := Bind("unix", filepath.Join(dir, "new.sock"), slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(l.Publish(), l.Close()); err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	if entries, err = os.ReadDir(dir); err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		got = append(got, e.Name())
+	}
+	want := []string{
+		".ALIVEALIVE", ".ALIVEPACKE", ".REGULARFIL", ".YOUNGYOUNG", ".deaddead22", "dead.sock", "new.sock",
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
 	}
 }

@@ -11,7 +11,9 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"regexp"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -61,8 +63,11 @@ func bind(network, path string, forGroup bool, log *slog.Logger) (*Listener, err
 	if err := clearPlace(path); err != nil {
 		return nil, err
 	}
+	if err := removeUnpublished(dir); err != nil {
+		log.Warn("sockets of daemons that were killed cannot be removed", "err", err)
+	}
 	// A container may write in the directory of the proxy socket: it must not know the name beforehand.
-	unnamed := filepath.Join(dir, "."+rand.Text()[:10])
+	unnamed := filepath.Join(dir, "."+rand.Text()[:nameLength])
 	l, err := net.ListenUnix(network, &net.UnixAddr{Name: unnamed, Net: network})
 	if err != nil {
 		return nil, err
@@ -77,6 +82,47 @@ func bind(network, path string, forGroup bool, log *slog.Logger) (*Listener, err
 		return nil, errors.Join(err, l.Close(), files.Remove(unnamed))
 	}
 	return &Listener{l, path, unnamed, file, forGroup, log}, nil
+}
+
+const (
+	// nameLength is the length of the name that a socket has before Publish, without the dot.
+	nameLength = 10
+	// binding is longer than a daemon needs from bind(2) to listen(2). In between, its socket looks like one that is
+	// left behind.
+	binding = 10 * time.Second
+)
+
+// unpublished matches the name of a socket before Publish.
+var unpublished = regexp.MustCompile(fmt.Sprintf(`^\.[A-Z2-7]{%d}$`, nameLength))
+
+// removeUnpublished removes the sockets in dir of daemons that were killed before Publish.
+func removeUnpublished(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, e := range entries {
+		if e.Type() != os.ModeSocket || !unpublished.MatchString(e.Name()) {
+			continue
+		}
+		path := filepath.Join(dir, e.Name())
+		info, err := e.Info()
+		if err != nil || time.Since(info.ModTime()) < binding || isServed(path) {
+			continue // published or removed by now, or in use
+		}
+		errs = append(errs, files.Remove(path))
+	}
+	return errors.Join(errs...)
+}
+
+// isServed tells whether a process has the socket at path. The kernel says so before it looks at the socket's type.
+func isServed(path string) bool {
+	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path, Net: "unix"})
+	if err == nil {
+		_ = c.Close() // nothing was sent
+	}
+	return !errors.Is(err, unix.ECONNREFUSED)
 }
 
 // setMode sets the mode of the socket at path, and describes it. It follows no link.

@@ -4,6 +4,7 @@
 //	cluster up [--dual-stack] [--dir DIR]           starts a node, and prints the path of the kubeconfig
 //	cluster load [--dir DIR] [IMAGE.tar…]           loads images onto the node, from files or standard input
 //	cluster image NAME [PATH…] >IMAGE.tar           builds an image: tools, sluice or mitmproxy
+//	cluster kind-node ROOT ETCD >IMAGE.tar          builds the image of a kind node, from the root of kind-root.sh
 //	cluster exec [--dir DIR] [--world] -- COMMAND…  runs a command on the node
 //	cluster down [--dir DIR]                        stops the node and removes its files
 package main
@@ -24,7 +25,7 @@ import (
 	"github.com/sluice-cni/sluice/integration/cluster/programs"
 )
 
-const usage = `usage: cluster up|down|load|image|exec [flags] [arguments]`
+const usage = `usage: cluster up|down|load|image|kind-node|exec [flags] [arguments]`
 
 func main() {
 	node.Main()
@@ -71,7 +72,7 @@ func command(ctx context.Context, name string, args []string) error {
 	if err != nil {
 		return err
 	}
-	cache := filepath.Join(repository, "bin/cluster")
+	source, cache := filepath.Join(repository, "integration/cluster"), filepath.Join(repository, "bin/cluster")
 	if c.Dir == "" {
 		c.Dir = filepath.Join(cache, "node")
 	}
@@ -80,7 +81,9 @@ func command(ctx context.Context, name string, args []string) error {
 	}
 	switch name {
 	case "up":
-		return up(ctx, c, filepath.Join(repository, "integration/cluster"), cache)
+		return up(ctx, c, source, cache)
+	case "kind-node":
+		return kindNode(ctx, source, cache, flags.Args())
 	case "down":
 		return node.Down(c)
 	case "load":
@@ -152,6 +155,23 @@ func image(args []string) error {
 		return errors.New("name the image to build: tools, sluice or mitmproxy")
 	}
 	i, err := images.Named(args[0], args[1:])
+	if err != nil {
+		return err
+	}
+	return i.Write(os.Stdout)
+}
+
+// kindNode builds the image of a kind node from its root, from the programs of a node, and from etcd.
+func kindNode(ctx context.Context, source, cache string, args []string) error {
+	if len(args) != 2 {
+		return errors.New("name the root of the node and the program etcd")
+	}
+	paths, err := programs.Build(ctx, source, cache, os.Stderr)
+	if err != nil {
+		return err
+	}
+	paths["etcd"] = args[1]
+	i, err := images.KindNode(args[0], paths)
 	if err != nil {
 		return err
 	}

@@ -143,6 +143,9 @@ func TestDelOfNetnsThatLivesOn(t *testing.T) {
 				}
 				callFor(n, pod).must(t, "DEL")
 				testbed.WantNoTraces(t, n, pod.Host)
+				if got := pod.Exec("sysctl", "-n", "net.ipv4.tcp_orphan_retries"); got != "0\n" {
+					t.Errorf("got tcp_orphan_retries %q, want the kernel's: closed sockets keep the netns", got)
+				}
 				testbed.WantCaller(t, pod.Host, testbed.Web, pod.IPv4)
 			})
 		}

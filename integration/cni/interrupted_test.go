@@ -1,6 +1,7 @@
 package cni
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -57,7 +58,8 @@ func (b blockedTools) killAdd(t *testing.T, c *call) {
 	})
 	_ = cmd.Process.Kill()
 	_ = cmd.Wait() // it was killed
-	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+	// The kernel kills the tool with the plugin, and then init may have reaped it already.
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
 		t.Errorf("killing the tool: %v", err)
 	}
 	if err := os.Remove(filepath.Join(b.dir, "pid")); err != nil {

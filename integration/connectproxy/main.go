@@ -1,5 +1,6 @@
 // Command connectproxy is a small and fast HTTP CONNECT proxy: the upstream of the benchmark, of tests, and of the demo
-// on machines without mitmproxy. With -sockets it also accepts connections in the netns of captured pods.
+// on machines without mitmproxy. It also takes SOCKS5 and the PROXY protocol. With -sockets it also accepts connections
+// in the netns of captured pods.
 package main
 
 import (
@@ -10,9 +11,10 @@ import (
 	"io"
 	"log"
 	"net"
-	"net/http"
 	"os"
 	"sync"
+
+	"github.com/sluice-cni/sluice/integration/connectproxy/handshake"
 )
 
 func main() {
@@ -52,24 +54,22 @@ func run(listen string, quiet bool) error {
 func serve(client *net.TCPConn, quiet bool) error {
 	defer client.Close() //nolint:errcheck // all data have been sent, or the connection has failed already
 	in := bufio.NewReader(client)
-	req, err := http.ReadRequest(in)
+	req, err := handshake.Read(client, in)
 	if err != nil {
 		return ignoreEOF(err)
 	}
-	if req.Method != http.MethodConnect {
-		return respond(client, "405 Method Not Allowed")
-	}
-	c, err := net.Dial("tcp", req.Host)
+	c, err := net.Dial("tcp", req.Destination)
 	if err != nil {
-		return respond(client, "502 Bad Gateway")
+		_, err := io.WriteString(client, req.Failed)
+		return err
 	}
 	server := c.(*net.TCPConn)
 	defer server.Close() //nolint:errcheck // as above
 	if !quiet {
-		log.Printf("CONNECT %s for %s/%s", req.Host,
+		log.Printf("CONNECT %s for %s/%s", req.Destination,
 			req.Header.Get("Sluice-Pod-Namespace"), req.Header.Get("Sluice-Pod-Name"))
 	}
-	if _, err := io.WriteString(client, "HTTP/1.1 200 Connection established\r\n\r\n"); err != nil {
+	if _, err := io.WriteString(client, req.Connected); err != nil {
 		return err
 	}
 	early, _ := in.Peek(in.Buffered())
@@ -86,12 +86,6 @@ func join(client, server *net.TCPConn) {
 	wg.Go(func() { carry(server, client) })
 	wg.Go(func() { carry(client, server) })
 	wg.Wait()
-}
-
-// respond sends an HTTP response without a body.
-func respond(c net.Conn, status string) error {
-	_, err := fmt.Fprintf(c, "HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n", status)
-	return err
 }
 
 // carry copies one direction, and passes a half-close on. After an error it ends both connections, the one that it

@@ -25,6 +25,9 @@ type message struct {
 	Error       string `json:"error,omitempty"`
 }
 
+// silence is the time without a message after which sluiced counts as hung. Another one may run by then.
+const silence = 5 * time.Second
+
 // taker accepts connections on the sockets that sluiced hands over. When sluiced ends, taker keeps the sockets and
 // reconnects.
 type taker struct {
@@ -77,6 +80,9 @@ func (t *taker) talk() error {
 	}
 	buffer := make([]byte, 64<<10)
 	for {
+		if err := sluiced.SetReadDeadline(time.Now().Add(silence)); err != nil {
+			return err
+		}
 		n, files, err := unixsock.Receive(sluiced, buffer)
 		if err != nil {
 			return err

@@ -62,7 +62,7 @@ func tcp(src, dst netip.AddrPort, flags byte) []byte {
 	return b
 }
 
-// signed is a segment with an MD5 signature (RFC 2385), which is wrong. The kernel does not even answer it with a reset.
+// signed is a segment with a wrong MD5 signature (RFC 2385). The kernel does not even answer it with a reset.
 func signed(src, dst netip.AddrPort, flags byte) []byte {
 	b := tcp(src, dst, flags)
 	b[12] = 10 << 4 // the length of the header, in words

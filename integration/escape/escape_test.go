@@ -18,7 +18,7 @@ import (
 )
 
 var (
-	seed     = flag.Uint64("escape.seed", uint64(time.Now().UnixNano()), "the seed of everything random")
+	seed     = flag.Uint64("escape.seed", 1, "the seed of everything random")
 	only     = flag.Uint64("escape.step", 0, "repeat this step of the seed and no other, after the same settings")
 	count    = flag.Int("escape.packets", 1_000_000, "the packets to send, over all flavours")
 	duration = flag.Duration("escape.duration", 0, "send for this time instead")

@@ -11,7 +11,6 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
-	"sigs.k8s.io/yaml"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
@@ -46,7 +45,7 @@ func TestSuccessorThatCannotStart(t *testing.T) {
 			if err := tc.spoil(n); err != nil {
 				t.Fatal(err)
 			}
-			next := launchDaemon(t, n)
+			next := n.LaunchDaemon()
 			testbed.Eventually(t, "the next daemon ends", next.Ended)
 			if !strings.Contains(next.Log(), tc.want) {
 				t.Errorf("got log %q, want %q in it", next.Log(), tc.want)
@@ -71,20 +70,6 @@ func makeFolder(path string) error {
 		return err
 	}
 	return os.MkdirAll(filepath.Join(path, "x"), 0o755)
-}
-
-// launchDaemon starts a daemon with the node's configuration, and does not wait for it.
-func launchDaemon(t *testing.T, n *testbed.Node) *testbed.Program {
-	t.Helper()
-	data, err := yaml.Marshal(n.Config)
-	if err != nil {
-		t.Fatal(err)
-	}
-	file := filepath.Join(n.Dir, "next.yaml")
-	if err := os.WriteFile(file, data, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	return testbed.Launch(n.Host, n.Binary("sluiced"), "run", "--config", file, "--log-level", n.LogLevel)
 }
 
 // TestSuccessorBesideAFolderOfTheProxy: the container of a proxy can write in the folder of the proxy socket. The next

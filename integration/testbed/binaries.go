@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strings"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -116,13 +115,21 @@ func readSources(root string) error {
 	return nil
 }
 
-// moduleRoot is the folder of go.mod.
+// moduleRoot is the folder of go.mod, above the working directory. It is found without the go command, which is missing
+// where a compiled test runs elsewhere.
 var moduleRoot = sync.OnceValues(func() (string, error) {
-	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
+	here, err := os.Getwd()
 	if err != nil {
 		return "", fmt.Errorf("finding the module: %w", err)
 	}
-	return strings.TrimSpace(string(root)), nil
+	for root := here; ; root = filepath.Dir(root) {
+		if _, err := os.Stat(filepath.Join(root, "go.mod")); err == nil {
+			return root, nil
+		}
+		if root == "/" {
+			return "", fmt.Errorf("finding the module: no folder above %s has a go.mod", here)
+		}
+	}
 })
 
 // SourceFile is the absolute path of a file of this repository. `go test` runs a test again that has asked for it when

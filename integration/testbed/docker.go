@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"bytes"
 	"context"
+	_ "embed"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -23,21 +24,8 @@ import (
 // dockerImage is the only image of a Docker: busybox.
 const dockerImage = "busybox"
 
-// startDocker is a script that runs in namespaces of its own, as the first process of a PID namespace: all processes of
-// Docker end with it. It ends when dockerd does, or when its input ends because the test's process is gone. Docker sees
-// no /run and no /etc/docker but its own, and the iptables of the folder $1.
-const startDocker = `mount --make-rprivate /
-mount -t proc proc /proc
-mount -t tmpfs tmpfs /run
-mkdir -p /etc/docker
-mount -t tmpfs tmpfs /etc/docker
-PATH=$1:$PATH
-shift
-exec 3<&0
-dockerd "$@" 3<&- &
-dockerd=$!
-{ cat <&3; kill -KILL $dockerd; } &
-wait $dockerd`
+//go:embed dockerd.sh
+var startDocker string
 
 // Docker is a dockerd in a pod, as CI runners have it.
 type Docker struct {

@@ -38,9 +38,14 @@ func ServeEcho(n *Node) *atomic.Int64 {
 // Context is a context of one minute, for operations that take moments.
 func Context(t *testing.T) context.Context {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := Minute()
 	t.Cleanup(cancel)
 	return ctx
+}
+
+// Minute is Context for a test that makes so many that it ends each itself.
+func Minute() (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.Background(), time.Minute)
 }
 
 // ErrWrongEcho is the error of an echo that differs from the bytes that were sent.
@@ -55,10 +60,12 @@ func Echo(ctx context.Context, h *Host, address string, payload []byte) error {
 	defer c.Close() //nolint:errcheck // all has been read
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	wg.Go(func() { _, _ = c.Write(payload) }) // bytes that are lost are missed below
+	var wrote error
+	wg.Go(func() { _, wrote = c.Write(payload) }) // bytes that are lost are missed below
 	got := make([]byte, len(payload))
 	if _, err := io.ReadFull(c, got); err != nil {
-		return fmt.Errorf("reading the echo: %w", err)
+		wg.Wait() // the kernel reports a reset once, and to one of the two
+		return fmt.Errorf("reading the echo: %w", errors.Join(wrote, err))
 	}
 	if !bytes.Equal(got, payload) {
 		return ErrWrongEcho
@@ -235,3 +242,27 @@ func Accepted(t *testing.T, n *Node, address string) <-chan *net.TCPConn {
 	})
 	return conns
 }
+
+// UploadTooMuch uploads to a server of AnswerEarly until that fails, and fails itself unless the answer can be read to
+// its end.
+func UploadTooMuch(ctx context.Context, h *Host, address, answer string) error {
+	c, err := h.Open(ctx, address)
+	if err != nil {
+		return err
+	}
+	defer c.Close() //nolint:errcheck // read to its end
+	_, err = io.Copy(c, endless{})
+	if !errors.Is(err, unix.ECONNRESET) && !errors.Is(err, unix.EPIPE) {
+		return fmt.Errorf("the upload ended with %w; want a reset", err)
+	}
+	got, err := io.ReadAll(c)
+	if string(got) != answer {
+		return errors.Join(fmt.Errorf("got %d of %d bytes of the answer", len(got), len(answer)), err)
+	}
+	return nil
+}
+
+// endless can be read for ever.
+type endless struct{}
+
+func (endless) Read(p []byte) (int, error) { return len(p), nil }

@@ -33,6 +33,10 @@ func Main(m *testing.M) int {
 	if err := os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin"); err != nil {
 		return failMain("PATH", err)
 	}
+	// Without it, lines of mitmproxy's log, which tests wait for, stay in a buffer until mitmproxy prints a flow.
+	if err := os.Setenv("PYTHONUNBUFFERED", "1"); err != nil {
+		return failMain("PYTHONUNBUFFERED", err)
+	}
 	if os.Geteuid() != 0 {
 		return mainInUserNS()
 	}

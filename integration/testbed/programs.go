@@ -131,6 +131,20 @@ type Daemon struct {
 // StartDaemon starts sluiced on the node and waits until it answers.
 func (n *Node) StartDaemon() *Daemon {
 	n.tb.Helper()
+	d := n.LaunchDaemon()
+	Eventually(n.tb, "sluiced answers", func() bool {
+		if d.Ended() {
+			n.tb.Fatalf("sluiced ended: %s", d.Log())
+		}
+		_, err := d.client.Status(context.Background())
+		return err == nil
+	})
+	return d
+}
+
+// LaunchDaemon starts sluiced on the node, and does not wait for it.
+func (n *Node) LaunchDaemon() *Daemon {
+	n.tb.Helper()
 	data, err := yaml.Marshal(n.Config)
 	if err != nil {
 		n.tb.Fatalf("configuration: %v", err)
@@ -152,13 +166,6 @@ func (n *Node) StartDaemon() *Daemon {
 		program, args = withResolvConf(n, program, args)
 	}
 	d.Program = Launch(n.Host, program, args...)
-	Eventually(n.tb, "sluiced answers", func() bool {
-		if d.Ended() {
-			n.tb.Fatalf("sluiced ended: %s", d.Log())
-		}
-		_, err := d.client.Status(context.Background())
-		return err == nil
-	})
 	n.tb.Cleanup(func() {
 		if strings.Contains(d.Log(), "DATA RACE") {
 			n.tb.Fatalf("sluiced has a data race")

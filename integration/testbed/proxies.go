@@ -7,11 +7,12 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"net/netip"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/sluice-cni/sluice/integration/connectproxy/handshake"
 )
 
 // Answers of an HTTP CONNECT proxy, and of a SOCKS5 proxy.
@@ -132,7 +133,7 @@ func (p *AnsweringProxy) serveSOCKS5(c net.Conn) {
 		return
 	}
 	fmt.Fprint(c, "\x05\x00")
-	destination, err := readSOCKS5(c)
+	destination, err := handshake.ReadSOCKS5Request(c)
 	if err != nil {
 		return // the daemon may end at any time
 	}
@@ -145,29 +146,24 @@ func (p *AnsweringProxy) serveSOCKS5(c net.Conn) {
 
 // StartEarlyProxy starts an upstream that takes the place of the destinations. It reads only the first bytes of an
 // upload, answers, and closes the connection.
-func StartEarlyProxy(n *Node, protocol, answer string) {
+func StartEarlyProxy(n *Node, answer string) {
 	n.tb.Helper()
 	n.Serve(ProxyAddress, func(c net.Conn) {
 		in := bufio.NewReader(c)
-		if protocol == "socks5" {
-			if _, err := io.ReadFull(in, make([]byte, 3)); err != nil {
-				return // the daemon's idle connection
-			}
-			fmt.Fprint(c, "\x05\x00")
-			if _, err := readSOCKS5(in); err != nil {
-				return // the daemon may end at any time
-			}
-			fmt.Fprint(c, socksConnected)
-		} else {
-			if _, err := http.ReadRequest(in); err != nil {
-				return // as above
-			}
-			fmt.Fprint(c, Connected)
+		req, err := handshake.Read(c, in)
+		if err != nil {
+			return // the daemon's idle connection
 		}
-		if _, err := io.ReadFull(in, make([]byte, 1000)); err == nil {
-			fmt.Fprint(c, answer)
-		}
+		fmt.Fprint(c, req.Connected)
+		AnswerEarly(c, in, answer)
 	})
+}
+
+// AnswerEarly answers an upload of which it has read only the first bytes.
+func AnswerEarly(c net.Conn, in io.Reader, answer string) {
+	if _, err := io.ReadFull(in, make([]byte, 1000)); err == nil {
+		fmt.Fprint(c, answer)
+	}
 }
 
 // reply gives the answer and leaves it to the daemon to close the connection, as mitmproxy does.
@@ -176,24 +172,6 @@ func (p *AnsweringProxy) reply(c net.Conn) {
 		fmt.Fprint(c, p.answer)
 		_, _ = io.Copy(io.Discard, c) // until the daemon has read it
 	}
-}
-
-// readSOCKS5 reads a request and returns its destination.
-func readSOCKS5(c io.Reader) (string, error) {
-	head := make([]byte, 4) // version, command, reserved, address type
-	if _, err := io.ReadFull(c, head); err != nil {
-		return "", err
-	}
-	length := 4
-	if head[3] == 4 {
-		length = 16
-	}
-	rest := make([]byte, length+2)
-	if _, err := io.ReadFull(c, rest); err != nil {
-		return "", err
-	}
-	ip, _ := netip.AddrFromSlice(rest[:length])
-	return netip.AddrPortFrom(ip, uint16(rest[length])<<8|uint16(rest[length+1])).String(), nil
 }
 
 // ConnectTo connects to a destination from the node on behalf of c, as a proxy does. It answers c with connected or

@@ -31,8 +31,10 @@ var synPatience = []sysctl{
 var quickPatience = []sysctl{
 	{"ipv4/tcp_rto_max_ms", atMost, 5000}, // since Linux 6.15
 	{"ipv4/tcp_retries2", atLeast, 188},
-	{"ipv4/tcp_orphan_retries", atLeast, 255}, // the maximum
+	{orphanRetries, atLeast, maxOrphanRetries},
 }
+
+const orphanRetries, maxOrphanRetries = "ipv4/tcp_orphan_retries", 255
 
 // entryPatience keeps the conntrack entry of a connection whose client has half-closed or closed it. Without the entry
 // the original destination is unknown, and an answer or a reset does not find the client. The entry of a connection
@@ -97,6 +99,20 @@ func Patience(netns string, captured bool) error {
 			}
 		}
 		return errors.Join(errs...)
+	})
+}
+
+// EndPatience undoes that in the netns at path as far as it would keep the netns of a deleted pod. When the interface
+// has gone, the FIN of a proxy that accepted there reaches no socket any more. The kernel would repeat it 255 times, up
+// to two minutes apart, and keep the netns for that time (seen: LAST_ACK with the timer persist).
+func EndPatience(netns string) error {
+	return within(netns, func() error {
+		ours := func(current, _ int) bool { return current != maxOrphanRetries }
+		err := sysctl{orphanRetries, ours, 0}.set() // the kernel's default
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("setting sysctl net/%s: %w", orphanRetries, err)
+		}
+		return nil
 	})
 }
 

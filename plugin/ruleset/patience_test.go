@@ -54,4 +54,17 @@ func TestPatience(t *testing.T) {
 	patience(true)
 	check("beyond the wanted value", quick, "2000")
 	check("beyond the wanted value", "net.ipv4.tcp_retries2", "250")
+
+	end := func() {
+		t.Helper()
+		if err := ruleset.EndPatience(h.Path()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	end()
+	check("deleted", "net.ipv4.tcp_orphan_retries", "0")
+	check("deleted", quick, "2000")
+	h.Exec("sysctl", "-qw", "net.ipv4.tcp_orphan_retries=3")
+	end()
+	check("the pod's own value, deleted", "net.ipv4.tcp_orphan_retries", "3")
 }

@@ -143,7 +143,8 @@ func (r Ruleset) leaving() chain {
 			match{proto: "tcp", state: ctOriginal, notSYN: true, letOut: true}, targetPass,
 			"its connection was let out",
 		},
-		// Never a SYN: conntrack takes one for the answer to a SYN from outside (a simultaneous open), and nat is not asked.
+		// No SYN: conntrack may take it for the second of a simultaneous open, whose first came from outside. Then nat
+		// is not asked.
 		{
 			match{proto: "tcp", state: ctReply, notSYN: true, answers: true}, targetPass,
 			"an answer to a connection from outside",

@@ -284,13 +284,18 @@ func inspected(p *corev1.Pod) *corev1.Pod {
 // deletePods deletes the pods that a selector selects, and waits until others run.
 func deletePods(ctx context.Context, t *testing.T, c *envconf.Config, namespace, selector string) {
 	t.Helper()
-	name, err := only(ctx, c, namespace, selector)
-	must(t, err)
-	must(t, client(c).Delete(ctx, newPod(name, namespace, nil, "", ""), resources.WithGracePeriod(time.Second)))
-	waitFor(ctx, t, "another pod "+selector+" is ready", func() (bool, error) {
-		var pods corev1.PodList
-		err := client(c).WithNamespace(namespace).List(ctx, &pods, resources.WithLabelSelector(selector))
-		return len(pods.Items) == 1 && pods.Items[0].Name != name && isPodReady(&pods.Items[0]), err
+	var old, pods corev1.PodList
+	selected := resources.WithLabelSelector(selector)
+	must(t, client(c).WithNamespace(namespace).List(ctx, &old, selected))
+	for _, p := range old.Items {
+		must(t, client(c).Delete(ctx, &p, resources.WithGracePeriod(time.Second)))
+	}
+	waitFor(ctx, t, "other pods "+selector+" are ready", func() (bool, error) {
+		err := client(c).WithNamespace(namespace).List(ctx, &pods, selected)
+		return len(pods.Items) == len(old.Items) && !slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool {
+			isOld := slices.ContainsFunc(old.Items, func(o corev1.Pod) bool { return o.Name == p.Name })
+			return isOld || !isPodReady(&p)
+		}), err
 	})
 }
 
@@ -307,7 +312,7 @@ func caRestarts(ctx context.Context, t *testing.T, c *envconf.Config) {
 		name string
 		do   func()
 	}{
-		{"the proxy's pod is deleted", func() { deletePods(ctx, t, c, proxies, "app=mitmproxy") }},
+		{"the proxy's pods are deleted", func() { deletePods(ctx, t, c, proxies, "app=mitmproxy") }},
 		{"the CA's pod is deleted", func() { deletePods(ctx, t, c, system, caInstance) }},
 		{"the ConfigMap is deleted", func() {
 			must(t, client(c).Delete(ctx, &corev1.ConfigMap{ObjectMeta: caDeployment().ObjectMeta}))

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	authv1 "k8s.io/api/authorization/v1"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
@@ -64,6 +65,7 @@ func TestSluice(t *testing.T) {
 // proxyIsLate creates pods on a node without a proxy, and then the proxy.
 func proxyIsLate(ctx context.Context, t *testing.T, c *envconf.Config) {
 	request := "wget -q -O- " + urls(ctx, t, c)[0]
+	atServer := serverRequests(ctx, t, c)
 	must(t, client(c).Create(ctx, newPod("captured", namespace, capture, "sleep 86400", request)))
 	must(t, client(c).Create(ctx, newPod("plain", namespace, nil, "sleep 86400", request)))
 	must(t, client(c).Create(ctx, newPod("excluded", "kube-system", capture, "sleep 86400", "")))
@@ -76,12 +78,12 @@ func proxyIsLate(ctx context.Context, t *testing.T, c *envconf.Config) {
 		return a.State == "captured" && a.Waiting == 1 && running(ctx, c, "plain"), err
 	})
 	waitFor(ctx, t, "the pod without the label has its response", func() (bool, error) {
-		return serverRequests(ctx, t, c) > 0, nil
+		return serverRequests(ctx, t, c) > atServer, nil
 	})
 	waitFor(ctx, t, "kubelet's probe is not captured inbound", func() (bool, error) {
 		return isReady(ctx, c, "web"), nil
 	})
-	if got := serverRequests(ctx, t, c); got != 1 {
+	if got := serverRequests(ctx, t, c) - atServer; got != 1 {
 		t.Errorf("the server has received %d requests, want one, from the pod without the label", got)
 	}
 	direct := newPod("direct", namespace, capture, "sleep 86400", request)
@@ -91,7 +93,7 @@ func proxyIsLate(ctx context.Context, t *testing.T, c *envconf.Config) {
 	waitFor(ctx, t, "an event says that its connections go around the proxy", func() (bool, error) {
 		return hasEvent(ctx, c, "direct", "SluiceConnectionsDirect", "WITHOUT the upstream")
 	})
-	if got := serverRequests(ctx, t, c); got != 2 {
+	if got := serverRequests(ctx, t, c) - atServer; got != 2 {
 		t.Errorf("the server has received %d requests, want two, the second from the pod with the policy direct", got)
 	}
 	applyExamples(ctx, t, c)
@@ -172,18 +174,42 @@ func hostNetworkPod(ctx context.Context, t *testing.T, c *envconf.Config) {
 	must(t, client(c).Delete(ctx, p))
 }
 
+// rollout rolls the daemons of all nodes out again, while a captured pod of each node sends requests.
 func rollout(ctx context.Context, t *testing.T, c *envconf.Config) {
-	requests := "for i in $(seq 200); do wget -q -O/dev/null " + urls(ctx, t, c)[0] + " || exit 1; done"
-	outcome := make(chan error, 1)
-	go func() {
-		_, err := inPod(ctx, c, namespace, "captured", "sh", "-c", requests)
-		outcome <- err
-	}()
+	const count = 200
+	url := urls(ctx, t, c)[0]
+	requests := fmt.Sprintf("for i in $(seq %d); do wget -q -O/dev/null %s || exit 1; done", count, url)
+	atProxy := map[string]int{}
+	outcomes := make(chan error, 1+len(others))
+	begin := func(node, pod string) {
+		atProxy[node] = proxyRequestsOn(ctx, t, c, node, url)
+		go func() {
+			_, err := inPod(ctx, c, namespace, pod, "sh", "-c", requests)
+			outcomes <- err
+		}()
+	}
+	for i, name := range others {
+		p := newPod(fmt.Sprintf("captured-%d", i), namespace, capture, "sleep 86400", "")
+		p.Spec.NodeSelector = map[string]string{corev1.LabelHostname: name}
+		p.Spec.Tolerations = []corev1.Toleration{{Operator: corev1.TolerationOpExists}}
+		must(t, client(c).Create(ctx, p))
+		defer func() { must(t, client(c).Delete(context.WithoutCancel(ctx), p)) }()
+		waitFor(ctx, t, p.Name+" runs", func() (bool, error) { return running(ctx, c, p.Name), nil })
+		begin(name, p.Name)
+	}
+	begin(home, "captured")
 	annotated := fmt.Sprintf(`{"spec":{"template":{"metadata":{"annotations":{"e2e":"%d"}}}}}`, time.Now().UnixNano())
 	must(t, client(c).Patch(ctx, daemonSet(system, "sluice"), mergePatch(annotated)))
 	waitForRollout(ctx, t, c, system, "sluice")
-	if err := <-outcome; err != nil {
-		t.Errorf("a request failed: %v", err)
+	for range atProxy {
+		if err := <-outcomes; err != nil {
+			t.Errorf("a request failed: %v", err)
+		}
+	}
+	for name, before := range atProxy {
+		waitFor(ctx, t, "the proxy of "+name+" has logged every request", func() (bool, error) {
+			return proxyRequestsOn(ctx, t, c, name, url) == before+count, nil
+		})
 	}
 }
 

@@ -38,6 +38,7 @@ type daemonStatus struct {
 		Address string
 		Ready   bool
 	}
+	NotReady    string
 	Attachments []attached
 }
 
@@ -60,14 +61,20 @@ func serverRequests(ctx context.Context, t *testing.T, c *envconf.Config) int {
 	return strings.Count(logs(ctx, t, c, namespace, "server"), "url:/\n")
 }
 
-// proxyRequests counts the requests to the server in the proxy's log.
-func proxyRequests(ctx context.Context, t *testing.T, c *envconf.Config) (count int) {
+// proxyRequests counts the requests to the server in the log of the proxy on the node home.
+func proxyRequests(ctx context.Context, t *testing.T, c *envconf.Config) int {
 	t.Helper()
-	name, err := only(ctx, c, proxies, "app=mitmproxy")
+	return proxyRequestsOn(ctx, t, c, home, urls(ctx, t, c)...)
+}
+
+// proxyRequestsOn counts the requests to URLs in the log of the proxy on a node.
+func proxyRequestsOn(ctx context.Context, t *testing.T, c *envconf.Config, node string, urls ...string) (count int) {
+	t.Helper()
+	name, err := onlyOn(ctx, c, node, proxies, "app=mitmproxy")
 	must(t, err)
 	brackets := strings.NewReplacer("[", "", "]", "") // mitmproxy logs an IPv6 address without brackets
 	log := brackets.Replace(logs(ctx, t, c, proxies, name))
-	for _, url := range urls(ctx, t, c) {
+	for _, url := range urls {
 		count += strings.Count(log, "GET "+brackets.Replace(url)+"\n")
 	}
 	return count

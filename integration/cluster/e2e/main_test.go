@@ -1,5 +1,6 @@
 // Package e2e tests sluice on the Kubernetes cluster that KUBECONFIG names: the node of integration/cluster, or kind.
-// The cluster must have one node, with the images sluice:e2e, mitmproxy:e2e and tools:e2e.
+// Its nodes must have the images sluice:e2e, mitmproxy:e2e and tools:e2e. Daemon and proxy run on all nodes, and the
+// pods of the tests on the first node that takes ordinary pods, unless a test is about the others.
 package e2e
 
 import (
@@ -63,6 +64,7 @@ apiVersion: v1
 kind: Pod
 metadata: {name: server, namespace: sluice-e2e}
 spec:
+  nodeSelector: {kubernetes.io/hostname: HOME}
   terminationGracePeriodSeconds: 0
   containers:
     - name: c
@@ -81,6 +83,7 @@ apiVersion: v1
 kind: Pod
 metadata: {name: older, namespace: sluice-e2e}
 spec:
+  nodeSelector: {kubernetes.io/hostname: HOME}
   terminationGracePeriodSeconds: 0
   containers:
     - {name: c, image: "tools:e2e", imagePullPolicy: IfNotPresent, command: [sleep, "86400"]}
@@ -89,6 +92,7 @@ apiVersion: v1
 kind: Pod
 metadata: {name: node, namespace: sluice-e2e}
 spec:
+  nodeSelector: {kubernetes.io/hostname: HOME}
   terminationGracePeriodSeconds: 0
   hostNetwork: true
   containers:
@@ -119,7 +123,10 @@ func run(m *testing.M) int {
 	}
 	suite = env.NewWithConfig(envconf.NewWithKubeConfig(os.Getenv("KUBECONFIG")))
 	suite.Setup(func(ctx context.Context, c *envconf.Config) (context.Context, error) {
-		if err := apply(ctx, c, fixtures); err != nil {
+		if err := findNodes(ctx, c); err != nil {
+			return ctx, err
+		}
+		if err := apply(ctx, c, strings.ReplaceAll(fixtures, "HOME", home)); err != nil {
 			return ctx, err
 		}
 		if err := eventually(ctx, "the fixtures run", func() (bool, error) {
@@ -260,21 +267,27 @@ func inPod(ctx context.Context, c *envconf.Config, namespace, pod string, comman
 	return out.String(), nil
 }
 
-// only returns the name of the running pod that a label selector selects.
+// only returns the name of the running pod on the node home that a label selector selects.
 func only(ctx context.Context, c *envconf.Config, namespace, selector string) (string, error) {
+	return onlyOn(ctx, c, home, namespace, selector)
+}
+
+// onlyOn does the same on any node.
+func onlyOn(ctx context.Context, c *envconf.Config, node, namespace, selector string) (string, error) {
 	var pods corev1.PodList
 	if err := client(c).WithNamespace(namespace).List(ctx, &pods, resources.WithLabelSelector(selector)); err != nil {
 		return "", err
 	}
 	for _, p := range pods.Items {
-		if p.DeletionTimestamp == nil && p.Status.Phase == corev1.PodRunning {
+		if p.DeletionTimestamp == nil && p.Status.Phase == corev1.PodRunning && p.Spec.NodeName == node {
 			return p.Name, nil
 		}
 	}
-	return "", fmt.Errorf("no pod %s runs in %s", selector, namespace)
+	return "", fmt.Errorf("no pod %s of %s runs on %s", selector, namespace, node)
 }
 
-// newPod creates a pod that runs the shell script script and, if init is not empty, an init container that runs init.
+// newPod creates a pod for the node home that runs the shell script script and, if init is not empty, an init container
+// that runs init.
 func newPod(name, namespace string, labels map[string]string, script string, init string) *corev1.Pod {
 	zero := int64(0)
 	container := func(name, script string) corev1.Container {
@@ -287,6 +300,7 @@ func newPod(name, namespace string, labels map[string]string, script string, ini
 		ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: namespace, Labels: labels},
 		Spec: corev1.PodSpec{
 			TerminationGracePeriodSeconds: &zero, Containers: []corev1.Container{container("c", script)},
+			NodeSelector: map[string]string{corev1.LabelHostname: home},
 		},
 	}
 	if init != "" {

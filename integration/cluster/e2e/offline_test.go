@@ -2,19 +2,12 @@ package e2e
 
 import (
 	"context"
-	"fmt"
 	"os"
-	"os/exec"
-	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
 )
-
-// onNode is the environment variable with the command that runs a shell command on the node, even while the API server
-// is down. The shell command becomes its last argument.
-const onNode = "E2E_ON_NODE"
 
 // The API server is a static pod on kind, and a program that the supervisor of integration/cluster restarts otherwise.
 const (
@@ -23,16 +16,6 @@ const (
 	startAPIServer = `if cd /etc/kubernetes/manifests 2>/dev/null; then mv ../kube-apiserver.yaml .
 		else rm /run/stopped/kube-apiserver; fi`
 )
-
-// node runs a shell script on the node.
-func node(ctx context.Context, script string) (string, error) {
-	words := append(strings.Fields(os.Getenv(onNode)), script)
-	out, err := exec.CommandContext(ctx, words[0], words[1:]...).CombinedOutput()
-	if err != nil {
-		return "", fmt.Errorf("on the node, %s: %w: %s", script, err, out)
-	}
-	return string(out), nil
-}
 
 // withoutAPIServer starts pods while the API server is down. kubelet knows all of them already. The daemon knows the
 // first two too; it is restarted before the other two start, and does not know these.
@@ -65,13 +48,13 @@ func withoutAPIServer(ctx context.Context, t *testing.T, c *envconf.Config) {
 	create(unknown, base+"/unknown")
 	atProxy, atServer := proxyRequests(ctx, t, c), serverRequests(ctx, t, c)
 
-	_, err := node(ctx, stopAPIServer)
+	_, err := nodeNamed(ctx, apiServerNode, stopAPIServer)
 	must(t, err)
 	stopped := true
 	start := func() {
 		if stopped {
 			stopped = false
-			_, err := node(context.WithoutCancel(ctx), startAPIServer)
+			_, err := nodeNamed(context.WithoutCancel(ctx), apiServerNode, startAPIServer)
 			must(t, err)
 		}
 	}

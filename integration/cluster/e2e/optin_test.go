@@ -300,7 +300,7 @@ func stopServer(ctx context.Context, t *testing.T, c *envconf.Config) {
 	if os.Getenv(onNode) == "" {
 		t.Fatalf("%s is not set: see the Makefile", onNode)
 	}
-	_, err := node(ctx, stopAPIServer)
+	_, err := nodeNamed(ctx, apiServerNode, stopAPIServer)
 	must(t, err)
 	waitFor(ctx, t, "the API server is down", func() (bool, error) {
 		return client(c).Get(ctx, "server", namespace, &corev1.Pod{}) != nil, nil
@@ -310,7 +310,7 @@ func stopServer(ctx context.Context, t *testing.T, c *envconf.Config) {
 }
 
 func startServer(ctx context.Context, t *testing.T, c *envconf.Config) {
-	_, err := node(ctx, startAPIServer)
+	_, err := nodeNamed(ctx, apiServerNode, startAPIServer)
 	must(t, err)
 	waitFor(ctx, t, "the API server responds again", func() (bool, error) {
 		return client(c).Get(ctx, "server", namespace, &corev1.Pod{}) == nil, nil

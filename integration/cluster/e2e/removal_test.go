@@ -179,13 +179,13 @@ func removeWithoutAPIServer(ctx context.Context, t *testing.T, c *envconf.Config
 // withStoppedAPIServer calls do while the API server is down.
 func withStoppedAPIServer(ctx context.Context, t *testing.T, c *envconf.Config, do func()) {
 	t.Helper()
-	_, err := node(ctx, stopAPIServer)
+	_, err := nodeNamed(ctx, apiServerNode, stopAPIServer)
 	must(t, err)
 	started := false
 	start := func() {
 		if !started {
 			started = true
-			_, err := node(context.WithoutCancel(ctx), startAPIServer)
+			_, err := nodeNamed(context.WithoutCancel(ctx), apiServerNode, startAPIServer)
 			must(t, err)
 		}
 	}

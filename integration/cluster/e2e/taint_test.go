@@ -23,36 +23,36 @@ var (
 	foreignTaint = corev1.Taint{Key: "example.com/foreign", Value: "x", Effect: corev1.TaintEffectPreferNoSchedule}
 )
 
-// getNode returns the cluster's only node.
-func getNode(ctx context.Context, c *envconf.Config) (*corev1.Node, error) {
-	var p corev1.Pod
-	if err := client(c).Get(ctx, "node", namespace, &p); err != nil {
-		return nil, err
-	}
-	var n corev1.Node
-	return &n, client(c).Get(ctx, p.Spec.NodeName, "", &n)
-}
-
 // taintPatch returns a merge patch that gives a node exactly these taints.
 func taintPatch(taints ...corev1.Taint) string {
 	patch, _ := json.Marshal(map[string]any{"spec": map[string]any{"taints": taints}}) // taints have a JSON form
 	return string(patch)
 }
 
+// setTaints gives each node these taints, after those of its own.
 func setTaints(ctx context.Context, c *envconf.Config, taints ...corev1.Taint) error {
-	n, err := getNode(ctx, c)
-	if err != nil {
-		return err
+	for name, own := range ownTaints {
+		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+		if err := client(c).Patch(ctx, n, mergePatch(taintPatch(slices.Concat(own, taints)...))); err != nil {
+			return err
+		}
 	}
-	return client(c).Patch(ctx, n, mergePatch(taintPatch(taints...)))
+	return nil
 }
 
+// hasTaints tells whether each node has these taints, after those of its own, and no others.
 func hasTaints(ctx context.Context, c *envconf.Config, want ...corev1.Taint) (bool, error) {
-	n, err := getNode(ctx, c)
-	return err == nil && slices.Equal(n.Spec.Taints, want), err
+	for name, own := range ownTaints {
+		var n corev1.Node
+		err := client(c).Get(ctx, name, "", &n)
+		if err != nil || !slices.Equal(n.Spec.Taints, slices.Concat(own, want)) {
+			return false, err
+		}
+	}
+	return true, nil
 }
 
-// createPodKeptOff creates a pod that the taint keeps off the node.
+// createPodKeptOff creates a pod that the taint keeps off its node.
 func createPodKeptOff(ctx context.Context, t *testing.T, c *envconf.Config) {
 	t.Helper()
 	must(t, client(c).Create(ctx, newPod("kept-off", namespace, nil, "sleep 86400", "")))
@@ -69,18 +69,18 @@ func createPodKeptOff(ctx context.Context, t *testing.T, c *envconf.Config) {
 // wantPodAdmitted checks that the daemon removes its taint and no other. Then the pod of createPodKeptOff must run.
 func wantPodAdmitted(ctx context.Context, t *testing.T, c *envconf.Config) {
 	t.Helper()
-	waitFor(ctx, t, "the node has the foreign taint alone", func() (bool, error) {
+	waitFor(ctx, t, "no node has the taint of sluice, and each has the foreign one", func() (bool, error) {
 		return hasTaints(ctx, c, foreignTaint)
 	})
 	waitFor(ctx, t, "the pod that was kept off runs", func() (bool, error) { return running(ctx, c, "kept-off"), nil })
 	must(t, client(c).Delete(ctx, newPod("kept-off", namespace, nil, "", "")))
 }
 
-// placeDaemonSet makes a DaemonSet run its pods on the node, or on no node.
-func placeDaemonSet(ctx context.Context, t *testing.T, c *envconf.Config, namespace, name string, onNode bool) {
+// placeDaemonSet makes a DaemonSet run its pods on all nodes, or on no node.
+func placeDaemonSet(ctx context.Context, t *testing.T, c *envconf.Config, namespace, name string, onNodes bool) {
 	t.Helper()
 	value := `"x"`
-	if onNode {
+	if onNodes {
 		value = "null"
 	}
 	placed := fmt.Sprintf(`{"spec":{"template":{"spec":{"nodeSelector":{"nowhere":%s}}}}}`, value)
@@ -92,7 +92,7 @@ func taintReturns(ctx context.Context, t *testing.T, c *envconf.Config) {
 	must(t, apply(ctx, c, render(ctx, t, "config.late.taintAfter=2s")))
 	waitForRollout(ctx, t, c, system, "sluice")
 	placeDaemonSet(ctx, t, c, proxies, "mitmproxy", false)
-	waitFor(ctx, t, "the node has its taint again, after the foreign one", func() (bool, error) {
+	waitFor(ctx, t, "each node has the taint of sluice again, after the foreign one", func() (bool, error) {
 		return hasTaints(ctx, c, foreignTaint, sluiceTaint)
 	})
 	n, err := getNode(ctx, c)
@@ -130,33 +130,34 @@ func ownNodeOnly(ctx context.Context, t *testing.T, c *envconf.Config) {
 	own, other := pod.Spec.NodeName, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "other"}}
 	must(t, client(c).Create(ctx, other))
 	defer func() { must(t, client(c).Delete(context.WithoutCancel(ctx), other)) }()
+	tainted := func(taints ...corev1.Taint) string { return taintPatch(slices.Concat(ownTaints[own], taints)...) }
 	evicting := corev1.Taint{Key: sluiceTaint.Key, Effect: corev1.TaintEffectNoExecute}
 	another := corev1.Taint{Key: "a", Effect: corev1.TaintEffectNoSchedule}
-	for _, tc := range []struct {
+	type attempt struct {
 		name    string
 		by      kubernetes.Interface
 		node    string
 		patch   string
 		refusal string // empty: the patch is allowed
-	}{
-		{"pod's token, taint of its node", bound, own, taintPatch(foreignTaint, sluiceTaint), ""},
+	}
+	attempts := []attempt{
+		{"pod's token, taint of its node", bound, own, tainted(foreignTaint, sluiceTaint), ""},
 		{
 			"pod's token, taint of another node", bound, other.Name, taintPatch(sluiceTaint),
 			"its pod runs on, and no other",
 		},
 		{
-			"token without a pod, taint of the node", unbound, own, taintPatch(foreignTaint, sluiceTaint),
+			"token without a pod, taint of the node", unbound, own, tainted(foreignTaint, sluiceTaint),
 			"the token names no node",
 		},
 		{
 			"token without a pod, taint of another node", unbound, other.Name, taintPatch(sluiceTaint),
 			"the token names no node",
 		},
-		{"taint that evicts", bound, own, taintPatch(foreignTaint, evicting), "no other effect than NoSchedule"},
-		{"another taint", bound, own, taintPatch(foreignTaint, another), "not-ready, and no other"},
-		{"removal of the foreign taint", bound, own, taintPatch(), "not-ready, and no other"},
+		{"taint that evicts", bound, own, tainted(foreignTaint, evicting), "no other effect than NoSchedule"},
+		{"another taint", bound, own, tainted(foreignTaint, another), "not-ready, and no other"},
+		{"removal of the foreign taint", bound, own, tainted(), "not-ready, and no other"},
 		{"cordon", bound, own, `{"spec":{"unschedulable":true}}`, "no more of a node's spec"},
-		{"provider ID", bound, own, `{"spec":{"providerID":"a"}}`, "no more of a node's spec"},
 		{"new label", bound, own, `{"metadata":{"labels":{"a":"b"}}}`, "no label"},
 		{"removal of a label", bound, own, `{"metadata":{"labels":{"kubernetes.io/os":null}}}`, "no label"},
 		{"removal of all annotations", bound, own, `{"metadata":{"annotations":null}}`, "no annotation"},
@@ -164,7 +165,14 @@ func ownNodeOnly(ctx context.Context, t *testing.T, c *envconf.Config) {
 			"finalizer", bound, own, `{"metadata":{"finalizers":["a.example/b"]}}`,
 			"nothing else of a node's metadata",
 		},
-	} {
+	}
+	n, err := getNode(ctx, c)
+	must(t, err)
+	if n.Spec.ProviderID == "" { // a cloud's provider ID is protected by the API server, before any policy
+		const patch = `{"spec":{"providerID":"a"}}`
+		attempts = append(attempts, attempt{"provider ID", bound, own, patch, "no more of a node's spec"})
+	}
+	for _, tc := range attempts {
 		nodes := tc.by.CoreV1().Nodes()
 		_, err := nodes.Patch(ctx, tc.node, types.MergePatchType, []byte(tc.patch), metav1.PatchOptions{})
 		if tc.refusal == "" {

@@ -59,17 +59,8 @@ func Tools(programs ...string) (Image, error) {
 // Dockerfile installs.
 func Sluice(programs ...string) (Image, error) {
 	t := newTree()
-	if err := t.packages("iptables", "base-files", "libc-bin"); err != nil {
+	if err := t.iptables("base-files", "libc-bin"); err != nil {
 		return Image{}, err
-	}
-	if err := t.busybox(); err != nil {
-		return Image{}, err
-	}
-	// Debian's update-alternatives creates these links when a package is configured.
-	for _, name := range []string{"iptables", "ip6tables"} {
-		for _, suffix := range []string{"", "-save", "-restore"} {
-			t.symlink("/usr/sbin/"+name+suffix, "xtables-nft-multi")
-		}
 	}
 	t.file("/etc/ssl/certs/ca-certificates.crt")
 	t.programs(programs)
@@ -83,18 +74,9 @@ func Sluice(programs ...string) (Image, error) {
 func Mitmproxy(dir string) (Image, error) {
 	t := newTree()
 	debian := filepath.Join(filepath.Dir(dir), "debian13")
-	parts := []string{"usr/lib64", "usr/lib/*-linux-gnu", "usr/lib/python3*", "usr/bin/python3*"}
-	for _, pattern := range parts {
-		found, err := filepath.Glob(filepath.Join(debian, pattern))
-		if err != nil {
-			return Image{}, err
-		}
-		if found == nil {
-			return Image{}, fmt.Errorf("%s/%s is missing (integration/setup.sh e2e installs it)", debian, pattern)
-		}
-		for _, source := range found {
-			t.below(source, strings.TrimPrefix(source, debian))
-		}
+	err := t.matching(debian, "usr/lib64", "usr/lib/*-linux-gnu", "usr/lib/python3*", "usr/bin/python3*")
+	if err != nil {
+		return Image{}, err
 	}
 	const home = "/opt/mitmproxy"
 	t.below(filepath.Join(dir, "venv", "lib"), home+"/lib")
@@ -112,6 +94,20 @@ func Mitmproxy(dir string) (Image, error) {
 	return newImage("mitmproxy:e2e", t, v1.Config{
 		Cmd: []string{"mitmdump"}, Env: []string{searchPath, "LANG=C.UTF-8"},
 	})
+}
+
+// iptables adds iptables, other packages and busybox.
+func (t *tree) iptables(packages ...string) error {
+	if err := t.packages(append(packages, "iptables")...); err != nil {
+		return err
+	}
+	// Debian's update-alternatives creates these links when a package is configured.
+	for _, name := range []string{"iptables", "ip6tables"} {
+		for _, suffix := range []string{"", "-save", "-restore"} {
+			t.symlink("/usr/sbin/"+name+suffix, "xtables-nft-multi")
+		}
+	}
+	return t.busybox()
 }
 
 func (t *tree) programs(paths []string) {

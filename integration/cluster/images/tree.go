@@ -113,6 +113,23 @@ func (t *tree) below(source, name string) {
 	}))
 }
 
+// matching adds the files and folders of a root that match patterns, under their paths in it.
+func (t *tree) matching(root string, patterns ...string) error {
+	for _, pattern := range patterns {
+		found, err := filepath.Glob(filepath.Join(root, pattern))
+		if err != nil {
+			return err
+		}
+		if found == nil {
+			return fmt.Errorf("%s/%s is missing (integration/setup.sh installs it)", root, pattern)
+		}
+		for _, source := range found {
+			t.below(source, strings.TrimPrefix(source, root))
+		}
+	}
+	return nil
+}
+
 // fileAs adds a file, link or folder under another name. A folder or link that newTree has created stays.
 func (t *tree) fileAs(source, name string) {
 	info, err := os.Lstat(source)

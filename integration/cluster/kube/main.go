@@ -21,6 +21,8 @@ import (
 	controllermanager "k8s.io/kubernetes/cmd/kube-controller-manager/app"
 	proxy "k8s.io/kubernetes/cmd/kube-proxy/app"
 	scheduler "k8s.io/kubernetes/cmd/kube-scheduler/app"
+	kubeadm "k8s.io/kubernetes/cmd/kubeadm/app"
+	kubeadmerrors "k8s.io/kubernetes/cmd/kubeadm/app/util/errors"
 	kubelet "k8s.io/kubernetes/cmd/kubelet/app"
 )
 
@@ -34,10 +36,14 @@ var servers = map[string]func() *cobra.Command{
 
 func main() {
 	name := filepath.Base(os.Args[0])
-	if name == "kubectl" {
+	switch name {
+	case "kubectl":
 		if err := cli.RunNoErrOutput(kubectl.NewDefaultKubectlCommand()); err != nil {
 			kubectlutil.CheckErr(err) // prints as kubectl does, and exits
 		}
+		return
+	case "kubeadm":
+		kubeadmerrors.HandleError(kubeadm.Run()) // prints as kubeadm does, and exits
 		return
 	}
 	server, ok := servers[name]

@@ -17,7 +17,7 @@ import (
 
 // Kubernetes lists the Kubernetes programs. One binary contains them all.
 var Kubernetes = []string{
-	"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl",
+	"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl", "kubeadm",
 }
 
 // CNI lists the CNI reference plugins of the node.
