@@ -18,11 +18,9 @@ import (
 	"time"
 )
 
-// GoFile is a static program in a container that calls Get if its first argument is GetCommand and its second is a URL.
-const (
-	GoFile     = "/usr/local/bin/go-client"
-	GetCommand = "get"
-)
+// GoFile is a static program in a container. It knows the commands: package try has it, or the binary of a test has
+// those that the test needs.
+const GoFile = "/usr/local/bin/go-client"
 
 // Get gets a URL with Go's default roots, as a program. It returns the exit code.
 func Get(url string) int {
@@ -155,8 +153,9 @@ var All = []Client{
 	{Name: "wget", needs: "/usr/bin/wget", args: words("/usr/bin/wget", "-q", "-O", "-", "")},
 	{Name: "git", needs: "/usr/bin/git", args: words("/usr/bin/git", "ls-remote", "")},
 	{Name: "apt", needs: "/usr/lib/apt/apt-helper", args: func(url string) []string {
-		return []string{"/usr/lib/apt/apt-helper", "-o", "Acquire::Retries=0", "download-file",
-			url + "hello", "/tmp/apt"}
+		return []string{"/usr/lib/apt/apt-helper", "-o", "Acquire::Retries=0",
+			"-o", "APT::Sandbox::User=root", // not every container may change its user
+			"download-file", url + "hello", "/tmp/apt"}
 	}},
 	{Name: "aria2", needs: "/usr/bin/aria2c", args: func(url string) []string {
 		return []string{"/usr/bin/aria2c", "--no-conf", "--async-dns=false", "--dir=/tmp",

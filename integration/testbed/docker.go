@@ -85,7 +85,7 @@ func (p *Pod) PrepareDocker() []string {
 	if os.Getenv(inUserNS) != "" {
 		p.tb.Fatalf("dockerd needs root: run this test as root")
 	}
-	cgroup := "/" + p.Host.Name
+	cgroup := p.Cgroup()
 	args := []string{
 		"--host", "unix://" + p.dockerSocket(), "--data-root", filepath.Join(p.DockerDir(), "data"),
 		"--exec-root", "/run/docker", "--pidfile", "/run/docker.pid",
@@ -99,12 +99,19 @@ func (p *Pod) PrepareDocker() []string {
 	// dockerd sets the policy of FORWARD to DROP only if it turns forwarding on.
 	p.Exec("sysctl", "-qw", "net.ipv4.ip_forward=0")
 	p.PrepareBridges()
+	return args
+}
+
+// Cgroup returns the name of the pod's cgroup. It is removed when the test ends.
+func (p *Pod) Cgroup() string {
+	p.tb.Helper()
+	cgroup := "/" + p.Host.Name
 	p.tb.Cleanup(func() {
 		if err := removeCgroups(cgroup); err != nil {
 			p.tb.Fatalf("%v", err)
 		}
 	})
-	return args
+	return cgroup
 }
 
 // ConnectDocker waits until a dockerd with the arguments of PrepareDocker answers, and calls check meanwhile.
@@ -181,6 +188,13 @@ func removeCgroup(dir string) error {
 		}
 	}
 	return errors.Join(append(errs, unix.Rmdir(dir))...)
+}
+
+// Command is a command of Docker's client, of the version of this dockerd.
+func (d *Docker) Command(args ...string) *exec.Cmd {
+	cmd := exec.Command("/usr/bin/docker", append([]string{"--host", "unix://" + d.pod.dockerSocket()}, args...)...)
+	cmd.Env = append(os.Environ(), "DOCKER_CONFIG="+d.pod.DockerDir()) // nothing of the user's own
+	return cmd
 }
 
 // CreateNetwork creates a user-defined bridge network with these subnets.
