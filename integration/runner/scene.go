@@ -94,10 +94,18 @@ func (s *Scene) AddPod(name string, annotations map[string]string) *testbed.Pod 
 // StartDocker starts a dockerd as a container of the pod, with more options.
 func (s *Scene) StartDocker(p *testbed.Pod, options ...string) *testbed.Docker {
 	s.tb.Helper()
-	c := s.newContainer(p, append(append([]string{"dockerd"}, p.PrepareDocker()...), options...)...)
+	args := append(p.PrepareDocker(), options...)
+	c := s.newContainer(p, "dockerd")
+	c.Spec.Process.Args = append(c.Spec.Process.Args, append(args, "--cgroup-parent", c.Spec.Linux.CgroupsPath)...)
+	// For --userns-remap.
+	c.Write("/etc/subuid", subIDs)
+	c.Write("/etc/subgid", subIDs)
 	s.runtime.Start(c, p.UID())
 	return p.ConnectDocker(func() {})
 }
+
+// subIDs are the IDs of a user namespace. dockerd makes the user.
+const subIDs = "dockremap:100000:65536\n"
 
 // newContainer prepares a privileged container of the pod with the programs of this machine. Its output is in a file
 // that the log of a failed test has.
@@ -107,6 +115,7 @@ func (s *Scene) newContainer(p *testbed.Pod, args ...string) *oci.Container {
 	script := `exec "$@" >` + log + ` 2>&1`
 	c := oci.New(s.tb, oci.Machine(s.tb), append([]string{"sh", "-c", script, "sh"}, args...)...)
 	c.SetPrivileged()
+	c.Spec.Linux.CgroupsPath = filepath.Join(p.Cgroup(), c.ID)
 	c.JoinNetwork(p.Path())
 	c.Share(p.DockerDir())
 	c.Write("/etc/hosts", "127.0.0.1 localhost\n"+testbed.WorldIPv4+" registry.example.test\n")
