@@ -37,6 +37,9 @@ type Registry struct {
 	mu        sync.RWMutex
 	manifests map[string][]byte // by repository
 	blobs     map[string]blob   // by digest
+	uploads   map[string]*bytes.Buffer
+	// pushed are the layers that clients have pushed, by digest.
+	pushed map[string][]byte
 }
 
 // blob is a layer, or a configuration.
@@ -46,7 +49,12 @@ type blob struct {
 }
 
 // New makes a registry without images.
-func New() *Registry { return &Registry{manifests: map[string][]byte{}, blobs: map[string]blob{}} }
+func New() *Registry {
+	return &Registry{
+		manifests: map[string][]byte{}, blobs: map[string]blob{}, uploads: map[string]*bytes.Buffer{},
+		pushed: map[string][]byte{},
+	}
+}
 
 // descriptor describes a blob in a manifest.
 type descriptor struct {
@@ -118,6 +126,10 @@ func (c *counter) Write(data []byte) (int, error) {
 
 // ServeHTTP implements http.Handler.
 func (r *Registry) ServeHTTP(w http.ResponseWriter, request *http.Request) {
+	if request.Method != http.MethodGet && request.Method != http.MethodHead {
+		r.take(w, request)
+		return
+	}
 	kind, name := path.Split(request.URL.Path)
 	repository, isManifest := strings.CutSuffix(strings.TrimPrefix(kind, "/v2/"), "/manifests/")
 	r.mu.RLock()
@@ -128,7 +140,7 @@ func (r *Registry) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 	case request.URL.Path == "/v2/":
 	case isManifest && isKnown:
 		w.Header().Set("Content-Type", manifestType)
-		w.Header().Set("Docker-Content-Digest", fmt.Sprintf("sha256:%x", sha256.Sum256(manifest)))
+		w.Header().Set("Docker-Content-Digest", digestOf(manifest))
 		http.ServeContent(w, request, "", noTime, bytes.NewReader(manifest))
 	case isBlob:
 		w.Header().Set("Content-Type", "application/octet-stream")
