@@ -146,7 +146,7 @@ echo $page;`
 // Go is a program in Go, at GoFile.
 var Go = Client{Name: "Go", needs: GoFile, args: words(GoFile, GetCommand, "")}
 
-// All are the clients of the manual's tables, in their order. Where two have the same program, or library, they look for
+// All are the clients of the manual's table, in its order. Where two have the same program, or library, they look for
 // roots in different ways.
 var All = []Client{
 	{Name: "curl", needs: "/usr/bin/curl", args: words("/usr/bin/curl", "-sS", "")},

@@ -16,7 +16,7 @@ type Buildkit struct {
 	address string
 }
 
-// configuration is that of buildkitd. Steps of builds are in a network of their own, by CNI, unless they ask for that of
+// configuration is that of buildkitd. Steps of builds have a network of their own, by CNI, unless they ask for that of
 // buildkitd.
 const configuration = `root = %[1]q
 insecure-entitlements = ["network.host"]

@@ -6,8 +6,8 @@
 //	docker := s.StartDocker(pod)
 //	output, code := docker.RunToEnd(image, "bridge", "curl", "https://world.example.test/")
 //
-// dockerd and buildkitd are real, and so are sluiced, its hook, runc and mitmproxy. Of the container runtime only NRI is
-// there. The caller is root, in a mount namespace of its own.
+// dockerd and buildkitd are real, and so are sluiced, its hook, runc and mitmproxy. The container runtime is but a
+// server of NRI. The caller is root, in a mount namespace of its own.
 package runner
 
 import (
@@ -87,7 +87,6 @@ func (s *Scene) AddPod(name string, annotations map[string]string) *testbed.Pod 
 	s.Node.Annotated(annotations)(p)
 	s.must(p.Add())
 	s.tb.Cleanup(func() { _ = p.Del() }) // the test may have failed before
-	s.must(os.MkdirAll(p.DockerDir(), 0o755))
 	return p
 }
 
@@ -111,6 +110,7 @@ const subIDs = "dockremap:100000:65536\n"
 // that the log of a failed test has.
 func (s *Scene) newContainer(p *testbed.Pod, args ...string) *oci.Container {
 	s.tb.Helper()
+	s.must(os.MkdirAll(p.DockerDir(), 0o755))
 	log := filepath.Join(p.DockerDir(), filepath.Base(args[0])+".log")
 	script := `exec "$@" >` + log + ` 2>&1`
 	c := oci.New(s.tb, oci.Machine(s.tb), append([]string{"sh", "-c", script, "sh"}, args...)...)
