@@ -55,7 +55,8 @@ func busyboxImage(t *testing.T) image {
 		t.Fatal(err)
 	}
 	files := map[string][]byte{store: bundle, "/company.crt": company}
-	for _, name := range []string{"sh", "cat", "mv", "cp", "sed", "rm", "mkdir", "ln", "chmod"} {
+	const programs = "sh cat mv cp sed rm mkdir ln chmod mkfifo truncate nc mount sleep"
+	for name := range strings.FieldsSeq(programs) {
 		files["/bin/"+name] = busybox
 	}
 	return image{

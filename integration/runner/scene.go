@@ -22,6 +22,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/opencontainers/runtime-spec/specs-go"
+
 	"github.com/sluice-cni/sluice/integration/oci"
 	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/integration/testbed"
@@ -29,6 +31,10 @@ import (
 
 // WorldCA is the name of the CA of the servers in the world: no store of this machine has it.
 const WorldCA = "the world's CA"
+
+// SharedMount is a folder in the container of a dockerd. A mount in a container that has it as a volume, with the option
+// rshared, is also one in the mount namespace of dockerd.
+const SharedMount = "/shared"
 
 // Scene is a node with mitmproxy, and a web server in the world.
 type Scene struct {
@@ -118,6 +124,9 @@ func (s *Scene) newContainer(p *testbed.Pod, args ...string) *oci.Container {
 	c.Spec.Linux.CgroupsPath = filepath.Join(p.Cgroup(), c.ID)
 	c.JoinNetwork(p.Path())
 	c.Share(p.DockerDir())
+	c.Spec.Mounts = append(c.Spec.Mounts, specs.Mount{
+		Destination: SharedMount, Type: "tmpfs", Source: "tmpfs", Options: []string{"rshared"},
+	})
 	c.Write("/etc/hosts", "127.0.0.1 localhost\n"+testbed.WorldIPv4+" registry.example.test\n")
 	c.Write("/etc/resolv.conf", "nameserver 127.0.0.1\n") // refuses at once; iptables asks for names
 	s.tb.Cleanup(func() {
