@@ -60,6 +60,9 @@ func madeImages(t *testing.T) (images []image) {
 			i.content.Layers = append(i.content.Layers, registry.Folder(folder))
 		}
 		i.content.Layers = append(i.content.Layers, goLayer(t))
+		if m.name == "BusyBox" {
+			i.content.Layers = append(i.content.Layers, registry.Files(map[string][]byte{passwd: users}))
+		}
 		for _, c := range clients.All {
 			if has[c.Name] {
 				i.clients = append(i.clients, c.Name)
@@ -69,6 +72,11 @@ func madeImages(t *testing.T) (images []image) {
 	}
 	return images
 }
+
+const passwd = "/etc/passwd"
+
+// users are those of images that have no others: BuildKit refuses a user in an image without the file.
+var users = []byte("root:x:0:0:root:/root:/sbin/nologin\n")
 
 // goLayer is a layer with the program for clients.GoFile.
 func goLayer(t *testing.T) registry.Layer {
@@ -89,8 +97,6 @@ func smallImages(t *testing.T) []image {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const passwd = "/etc/passwd" // the BuildKit of dockerd 20.10 refuses a user in an image without it
-	users := []byte("root:x:0:0:root:/root:/sbin/nologin\n")
 	programs := map[string][]byte{
 		passwd: users, store: bundle, "/usr/lib/ssl/cert.pem": bundle, // openssl looks for the second
 	}
