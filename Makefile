@@ -16,8 +16,8 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test test-mitmproxy trust-table nested-table fuzz fuzz-rules bench lint manifests demo e2e bench-e2e \
-	e2e-kind cluster-up cluster-down drill screenshot clean
+.PHONY: help build test test-mitmproxy trust-table nested-table fuzz fuzz-rules bench lint manifests demo e2e \
+	bench-e2e e2e-kind cluster-up cluster-down drill screenshot clean
 
 help: ## List the targets
 	@echo "Targets (those with * need root, on Debian or Ubuntu; they install the packages that they need):"
@@ -50,7 +50,7 @@ trust-table: build ## * Test which clients of which images trust the proxy's CA;
 		-args -table $(CURDIR)/bin/images/table.md; \
 	status=$$?; cat bin/images/table.md; exit $$status
 
-nested-table: build bin/tools/buildkitd ## * Test clients in containers of Docker and BuildKit; write bin/images/nested.md
+nested-table: build bin/tools/buildkitd ## * Test clients in containers of Docker; write bin/images/nested.md
 	integration/setup.sh trust-table
 	integration/images.sh install debian12 debian13 alpine rhel distroless busybox
 	go test -count=1 -timeout 120m -run '^TestTable$$' ./integration/nested \

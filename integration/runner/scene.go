@@ -32,8 +32,8 @@ import (
 // WorldCA is the name of the CA of the servers in the world: no store of this machine has it.
 const WorldCA = "the world's CA"
 
-// SharedMount is a folder in the container of a dockerd. A mount in a container that has it as a volume, with the option
-// rshared, is also one in the mount namespace of dockerd.
+// SharedMount is a folder in the container of a dockerd. A mount in a container that has it as a volume, with the
+// option rshared, is also one in the mount namespace of dockerd.
 const SharedMount = "/shared"
 
 // Scene is a node with mitmproxy, and a web server in the world.
