@@ -35,7 +35,7 @@ func TestNestedContainers(t *testing.T) {
 			out, _ := docker.RunToEnd(image, "bridge", request("strict.example.test")...)
 			wantInspected(t, out)
 		}
-		s.wantLogged(" default/runner: GET https://strict.example.test/")
+		s.WaitLogged(" default/runner: GET https://strict.example.test/")
 	})
 	t.Run("a container in the pod's own network", func(t *testing.T) {
 		out, _ := docker.RunToEnd(image, "host", request("host.example.test")...)
@@ -50,7 +50,7 @@ func TestNestedContainers(t *testing.T) {
 	t.Run("status", func(t *testing.T) {
 		c := docker.RunImage(image, "bridge", busybox, "sleep", "1000")
 		testbed.Eventually(t, "the status has the container", func() bool {
-			nested := s.daemon.Of(pod).Nested
+			nested := s.Daemon.Of(pod).Nested
 			return len(nested) == 1 && nested[0].Trust == "trusted" && strings.HasPrefix(c.ID, nested[0].Name)
 		})
 	})
