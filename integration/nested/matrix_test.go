@@ -81,12 +81,25 @@ func wantRefused(t *testing.T, results []result) {
 // TestWithoutCA: no client trusts the proxy's certificates in a container that has not been given the CA, however it is
 // started. So a client that trusts them elsewhere has been given it.
 func TestWithoutCA(t *testing.T) {
-	l := newLab(t, inspect())
+	annotations := inspect()
+	annotations["sluice.dev/ca"] = "off"
+	l := newLab(t, annotations)
 	images := smallImages(t)
 	results := l.tryAll(t, images, withoutBuildkitd())
 	wantRefused(t, results)
 	l.wantTrace(images[0])
 	l.WaitLogged("certificate refused: default/runner to "+server, "nested")
+}
+
+// TestWithCA: all clients trust the proxy's certificates, from the first connection of each container on, and no image
+// that is built has a trace of the CA.
+func TestWithCA(t *testing.T) {
+	l := newLab(t, inspect())
+	for _, r := range l.tryAll(t, smallImages(t), withoutBuildkitd()) {
+		if !r.ok {
+			t.Errorf("%s: %s", r, r.output)
+		}
+	}
 }
 
 // wantTrace fails unless a trace is found in an image that has one in its layer.
