@@ -42,13 +42,12 @@ type container struct {
 
 // newContainer describes the container of a process, which has a descriptor of its own there.
 func newContainer(p *process, mount uint64, netns uint32, pod string) (*container, error) {
-	fd, err := unix.Openat(int(p.dir.Fd()), ".", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	first, err := p.again()
 	if err != nil {
-		return nil, fmt.Errorf("opening the process: %w", err)
+		return nil, err
 	}
 	c := &container{
-		mount: mount, netns: netns, pod: pod, name: nameOf(p),
-		first: &process{dir: os.NewFile(uintptr(fd), p.dir.Name())},
+		mount: mount, netns: netns, pod: pod, name: nameOf(p), first: first,
 		trust: truststore.Unknown, note: "not looked at yet",
 	}
 	_, inode, err := p.inode("ns/net")
@@ -103,7 +102,11 @@ func (c *container) refresh() bool {
 	if c.podNetwork {
 		return false
 	}
-	all, err := netns.Addresses(fmt.Sprintf("/proc/self/fd/%d/ns/net", c.first.dir.Fd()))
+	var all []netns.Address
+	err := c.first.use(func(fd int) (err error) {
+		all, err = netns.Addresses(fmt.Sprintf("/proc/self/fd/%d/ns/net", fd))
+		return err
+	})
 	if err != nil {
 		return false // it has ended
 	}

@@ -16,7 +16,7 @@ import (
 )
 
 // process is a process by its folder in /proc, which is bound to it as a pidfd is: a later process with the same PID is
-// not in it.
+// not in it. It may be closed at any time: use fails with os.ErrClosed from then on.
 type process struct {
 	dir  *os.File
 	once sync.Once // of resume
@@ -47,6 +47,28 @@ func openProcess(proc string, pid uint32, start uint64) (*process, error) {
 }
 
 func (p *process) close() { _ = p.dir.Close() } // only read
+
+// use calls f with the descriptor, whose number means nothing else before f returns. The descriptor that Fd returns
+// could be closed meanwhile, and be that of another file.
+func (p *process) use(f func(fd int) error) error {
+	conn, err := p.dir.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("using %s: %w", p.dir.Name(), err)
+	}
+	if controlErr := conn.Control(func(fd uintptr) { err = f(int(fd)) }); controlErr != nil {
+		return &os.PathError{Op: "use", Path: p.dir.Name(), Err: os.ErrClosed} // there is no other reason
+	}
+	return err
+}
+
+// again opens the process again, for another owner.
+func (p *process) again() (*process, error) {
+	dir, err := p.open(".", unix.O_RDONLY|unix.O_DIRECTORY)
+	if err != nil {
+		return nil, fmt.Errorf("opening the process: %w", err)
+	}
+	return &process{dir: dir}, nil
+}
 
 // stat reads the state of a process, and its start in ticks since the boot.
 func (p *process) stat() (state byte, start uint64, err error) {
@@ -83,21 +105,29 @@ func (p *process) read(name string) ([]byte, error) {
 }
 
 func (p *process) open(name string, flags int) (*os.File, error) {
-	full := p.dir.Name() + "/" + name
-	fd, err := unix.Openat(int(p.dir.Fd()), name, flags|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, &os.PathError{Op: "open", Path: full, Err: err}
-	}
-	return os.NewFile(uintptr(fd), full), nil
+	full := filepath.Join(p.dir.Name(), name)
+	var f *os.File
+	err := p.use(func(dir int) error {
+		fd, err := unix.Openat(dir, name, flags|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return &os.PathError{Op: "open", Path: full, Err: err}
+		}
+		f = os.NewFile(uintptr(fd), full)
+		return nil
+	})
+	return f, err
 }
 
 // inode is the inode of what a link of the process leads to.
 func (p *process) inode(name string) (device, inode uint64, err error) {
 	var info unix.Stat_t
-	if err := unix.Fstatat(int(p.dir.Fd()), name, &info, 0); err != nil {
-		return 0, 0, &os.PathError{Op: "stat", Path: p.dir.Name() + "/" + name, Err: err}
-	}
-	return info.Dev, info.Ino, nil
+	err = p.use(func(dir int) error {
+		if err := unix.Fstatat(dir, name, &info, 0); err != nil {
+			return &os.PathError{Op: "stat", Path: filepath.Join(p.dir.Name(), name), Err: err}
+		}
+		return nil
+	})
+	return info.Dev, info.Ino, err
 }
 
 // sameInode reports whether links of two processes lead to the same file.
@@ -127,7 +157,9 @@ func (p *process) environment() map[string]string {
 
 // resume lets the process go on. An error says that it has ended.
 func (p *process) resume() {
-	p.once.Do(func() { _ = unix.PidfdSendSignal(int(p.dir.Fd()), unix.SIGCONT, nil, 0) })
+	p.once.Do(func() {
+		_ = p.use(func(fd int) error { return unix.PidfdSendSignal(fd, unix.SIGCONT, nil, 0) })
+	})
 }
 
 // ended reports whether the process has ended. Nothing can be read of one that is gone.
