@@ -142,7 +142,8 @@ func (t *podTrust) watchNested() {
 	t.nested.Watch(pods)
 }
 
-// isNestedWanted reports whether a pod has opted in.
+// isNestedWanted reports whether a pod has opted in. One that declines the CA has not: with the policy to inspect, the
+// TLS of all its nested containers is inspected, because their users say that these have the CA already.
 func isNestedWanted(r attach.Record) bool {
 	return r.State == attach.Captured && r.Pod.UID != "" && r.Trust.CA && r.Trust.Nested == attach.Inspect
 }
@@ -174,7 +175,7 @@ func (t *podTrust) ofRecord(r attach.Record) attach.PodTrust {
 	if r.Trust.CA {
 		d.State = string(t.State(r.Pod.UID).State)
 	}
-	if d.Nested == attach.Inspect {
+	if isNestedWanted(r) {
 		t.addNested(&d, r.Pod.UID)
 	}
 	return d

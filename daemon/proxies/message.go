@@ -60,7 +60,7 @@ type podDescription struct {
 	Trust     string            `json:"trust,omitempty"`
 	TLS       attach.TLSPolicy  `json:"tls,omitempty"`
 	Nested    attach.TLSPolicy  `json:"nested,omitempty"`
-	// Containers are the states of nested containers by address, if the pod has opted in.
+	// Containers are the states of nested containers by address, if these are given the CA.
 	Containers map[netip.Addr]string `json:"containers,omitzero"`
 }
 

@@ -12,8 +12,8 @@ type Trust struct {
 	CA bool `json:"ca"`
 	// TLS is the policy for containers that are not known to trust the CA.
 	TLS TLSPolicy `json:"tls,omitempty"`
-	// Nested is the policy for containers that a Docker in the pod starts. With Inspect they are given the CA, and the
-	// TLS of those that trust it is inspected.
+	// Nested is the policy for containers that a Docker in the pod starts. With Inspect and CA they are given the CA,
+	// and the TLS of those that trust it is inspected. With Inspect alone all their TLS is.
 	Nested TLSPolicy `json:"nested,omitempty"`
 }
 
@@ -38,11 +38,11 @@ type PodTrust struct {
 	State string
 	// TLS and Nested are those of Trust.
 	TLS, Nested TLSPolicy
-	// Containers are the states of nested containers by their addresses, if Nested is Inspect.
+	// Containers are the states of nested containers by their addresses, if these are given the CA.
 	Containers map[netip.Addr]string
 }
 
-// Container is the state of the nested container with an address, or empty if Nested is not Inspect.
+// Container is the state of the nested container with an address, or empty if they are not given the CA.
 func (t PodTrust) Container(address netip.Addr) string {
 	if t.Containers == nil {
 		return ""
