@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -30,6 +31,8 @@ type container struct {
 	first      *process
 	podNetwork bool
 	lateStart  bool // it ran when it was found
+	// settled is true if its stores have been looked at since it started, or since an updater ran.
+	settled atomic.Bool
 
 	working sync.Mutex // held by the one that changes mounts; guards the next field
 	busy    []*process // updaters that run
@@ -38,6 +41,8 @@ type container struct {
 	trust     truststore.State
 	note      string
 	addresses []netip.Addr
+	// stores are the paths of the stores that have the CA, or had it before an updater.
+	stores []string
 }
 
 // newContainer describes the container of a process, which has a descriptor of its own there.
@@ -133,12 +138,13 @@ func (e *Engine) equip(ctx context.Context, w *watcher, c *container, p *process
 	if c.hasUpdater() {
 		return nil
 	}
+	defer c.settled.Store(true)
 	ca, err := files.ReadBounded(e.config.CAFile, maxCA)
 	if err != nil {
 		c.set(truststore.Unknown, "the proxy has no CA yet")
 		return w.settle(c.mount, knownSettled)
 	}
-	report, err := e.bind(ctx, p, ca)
+	report, stores, err := e.bind(ctx, p, ca)
 	if err == nil && ctx.Err() != nil {
 		err = fmt.Errorf("its file system does not respond within %s", deadline)
 	}
@@ -147,7 +153,17 @@ func (e *Engine) equip(ctx context.Context, w *watcher, c *container, p *process
 		return err
 	}
 	c.judge(report)
+	c.mu.Lock()
+	c.stores = stores
+	c.mu.Unlock()
 	return w.settle(c.mount, knownSettled)
+}
+
+// boundStores returns the paths of the stores that have the CA, or had it before an updater.
+func (c *container) boundStores() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.stores
 }
 
 // hasUpdater reports whether a program that writes stores runs in the container.
@@ -173,22 +189,26 @@ func (c *container) judge(report truststore.Report) {
 	c.set(state, note)
 }
 
-// bind mounts copies with the CA over the stores of the container of a process.
-func (e *Engine) bind(ctx context.Context, p *process, ca []byte) (truststore.Report, error) {
+// bind mounts copies with the CA over the stores of the container of a process, and returns the paths of the mounts.
+func (e *Engine) bind(ctx context.Context, p *process, ca []byte) (truststore.Report, []string, error) {
 	root, namespace, err := p.openContainer()
 	if err != nil {
-		return truststore.Report{}, err
+		return truststore.Report{}, nil, err
 	}
 	defer func() { _, _ = root.Close(), namespace.Close() }() // only looked through
 	copies := newCopies()
 	defer copies.close()
-	return truststore.Add(ctx, fmt.Sprintf("/proc/self/fd/%d", root.Fd()), ca, truststore.Options{
-		Named: trust.NamedStores(p.environment()),
-		Enter: func() error { return enter(namespace) },
-		Bind: &truststore.Bind{
-			Copy: copies.New, Mountinfo: func() ([]byte, error) { return p.read("mountinfo") },
-		},
-	}), nil
+	bind := &truststore.Bind{
+		Copy: copies.New, Mountinfo: func() ([]byte, error) { return p.read("mountinfo") },
+	}
+	report := truststore.Add(ctx, fmt.Sprintf("/proc/self/fd/%d", root.Fd()), ca, truststore.Options{
+		Named: trust.NamedStores(p.environment()), Enter: func() error { return enter(namespace) }, Bind: bind,
+	})
+	stores, err := bind.Mounted()
+	if err != nil {
+		return report, nil, fmt.Errorf("looking for the mounts over trust stores: %w", err)
+	}
+	return report, stores, nil
 }
 
 // openContainer opens the root of a process and its mount namespace. An open mount namespace keeps its mounts, so it is
@@ -227,6 +247,7 @@ func (e *Engine) stepAside(w *watcher, c *container, p *process) error {
 		return fmt.Errorf("stepping aside for an updater: %w", err)
 	}
 	c.busy = append(c.busy, updater)
+	c.settled.Store(false)
 	c.set(truststore.FilesOnly, "an updater of its trust stores runs")
 	if err := w.settle(c.mount, knownAside); err != nil {
 		return err

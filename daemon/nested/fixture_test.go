@@ -7,6 +7,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/sluice-cni/sluice/integration/pki"
@@ -41,7 +42,7 @@ func newPod(t *testing.T) *pod {
 	busybox, err := os.ReadFile("/bin/busybox")
 	must(t, err)
 	must(t, os.WriteFile(filepath.Join(p.root, "bin/busybox"), busybox, 0o755))
-	for _, name := range []string{"sh", "cat", "dpkg", "sleep", "grep"} {
+	for _, name := range append([]string{"sh", "cat", "dpkg", "sleep", "grep"}, editors...) {
 		must(t, os.Symlink("busybox", filepath.Join(p.root, "bin", name)))
 	}
 	must(t, os.WriteFile(filepath.Join(p.root, store), pki.NewCA("a public root").Cert, 0o644))
@@ -121,8 +122,9 @@ func must(t *testing.T, err error) {
 // node is an engine with a CA.
 type node struct {
 	*Engine
-	ca   string // its file
-	stop func()
+	ca      string // its file
+	stop    func()
+	changes atomic.Int32 // the calls of Changed
 }
 
 // newEngine starts an engine that watches a pod with the UID "uid".
@@ -131,7 +133,7 @@ func newEngine(t *testing.T, p *pod) *node {
 	n := &node{ca: filepath.Join(t.TempDir(), "ca.pem")}
 	must(t, os.WriteFile(n.ca, pki.NewCA("the proxy").Cert, 0o600))
 	n.Engine = New(Config{
-		CAFile: n.ca, Proc: "/proc", Changed: func(string) {}, Tell: func() {},
+		CAFile: n.ca, Proc: "/proc", Changed: func(string) { n.changes.Add(1) }, Tell: func() {},
 		Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
 	})
 	n.Watch(map[uint32]string{p.netns: "uid"})

@@ -23,6 +23,9 @@
 // too. The daemon takes the mounts away before they go on. Meanwhile each exec in that container stops. The first one
 // after the updater's end, or that end itself, brings the mounts back.
 //
+// Programs such as rm and cp stop, too. They count as updaters if an argument leads to a store (editors.go). Else they
+// go on at once.
+//
 // # What is not below a pod, or not a container
 //
 // The program knows the pod's own containers by their PID namespaces: those right below the daemon's, with a process in
@@ -100,6 +103,7 @@ const (
 type Engine struct {
 	config Config
 	slots  chan struct{}
+	looks  chan struct{}  // as slots, for editors
 	work   sync.WaitGroup // the looks that go on
 
 	mu         sync.Mutex // guards the fields below
@@ -114,8 +118,8 @@ type Engine struct {
 // New makes an engine. Run does the work.
 func New(config Config) *Engine {
 	return &Engine{
-		config: config, slots: make(chan struct{}, maxAtOnce), pods: map[uint32]string{},
-		containers: map[uint64]*container{},
+		config: config, slots: make(chan struct{}, maxAtOnce), looks: make(chan struct{}, maxLooks),
+		pods: map[uint32]string{}, containers: map[uint64]*container{},
 	}
 }
 
@@ -281,6 +285,13 @@ func (e *Engine) handle(w *watcher, ev event) {
 	if c == nil {
 		return
 	}
+	updates := slices.ContainsFunc(updaters, ev.runs)
+	if slices.ContainsFunc(editors, ev.runs) {
+		updates = e.isUpdate(ctx, c, p)
+		if !updates && c.settled.Load() {
+			return // most of them: nothing has changed, and nothing is to be told
+		}
+	}
 	select {
 	case e.slots <- struct{}{}:
 		defer func() { <-e.slots }()
@@ -288,7 +299,7 @@ func (e *Engine) handle(w *watcher, ev event) {
 		c.set(truststore.Unknown, "too many containers start at the same time")
 		return
 	}
-	if slices.ContainsFunc(updaters, ev.runs) {
+	if updates {
 		err = e.stepAside(w, c, p)
 	} else {
 		err = e.equip(ctx, w, c, p)

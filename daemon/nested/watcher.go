@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"slices"
 	"sync"
 
 	"github.com/cilium/ebpf"
@@ -16,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// updaters are the names of programs that write trust stores, as far as the kernel keeps them (15 bytes).
+// updaters are the names of programs that write trust stores. The kernel keeps 15 bytes of them.
 var updaters = []string{
 	"update-ca-certificates", "update-ca-trust", "trust", "c_rehash",
 	"dpkg", "apk", "rpm", "rpmdb", "dnf", "dnf-3", "dnf5", "yum", "microdnf", "zypper", "pacman",
@@ -28,7 +29,7 @@ type maps struct {
 	below    *ebpf.Map // inode of the PID namespace of a pod's own container -> netns (8 bytes), start
 	known    *ebpf.Map // number of a mount namespace -> knownOwn, knownSettled or knownAside
 	roots    *ebpf.Map // inode and device of the roots of the pods' own containers
-	updaters *ebpf.Map // names of programs
+	updaters *ebpf.Map // names of programs: updaters and editors
 	events   *ebpf.Map
 	levels   int // of PID namespaces above a container that the program can count
 }
@@ -118,7 +119,7 @@ func (w *watcher) makeMaps() error {
 		}
 		*m.to = created
 	}
-	for _, name := range updaters {
+	for _, name := range slices.Concat(updaters, editors) {
 		var key [16]byte
 		copy(key[:15], name)
 		if err := w.maps.updaters.Put(key, uint32(1)); err != nil {
