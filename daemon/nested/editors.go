@@ -19,11 +19,11 @@ var editors = []string{"rm", "mv", "cp", "ln", "sed", "install", "tee", "chmod",
 const (
 	// maxArguments bounds the arguments that are looked at: a program with more of them counts as an updater.
 	maxArguments = 1024
-	// maxLooks bounds the editors that are looked at, also those whose file system does not respond.
+	// maxLooks bounds the editors that are looked at, also those that a hanging file system keeps.
 	maxLooks = 32
 )
 
-// isUpdate reports whether an editor changes a trust store. One whose file system does not respond goes on.
+// isUpdate reports whether an editor changes a trust store. One with a hanging file system goes on.
 func (e *Engine) isUpdate(ctx context.Context, c *container, p *process) bool {
 	stores := c.boundStores()
 	if len(stores) == 0 {

@@ -26,11 +26,11 @@
 // Programs such as rm and cp stop, too. They count as updaters if an argument leads to a store (editors.go). Else they
 // go on at once.
 //
-// # What is not below a pod, or not a container
+// # Processes that are no containers of a Docker
 //
 // The program knows the pod's own containers by their PID namespaces: those right below the daemon's, with a process in
 // the pod's netns. Their processes pass, and so do processes in mount namespaces with the root of that container, such
-// as those of unshare(1). The daemon looks again at what the program has stopped, and never mounts anything in the
+// as those of unshare(1). The daemon looks again at each stopped process, and never mounts anything in the
 // mount namespaces of the node, of the daemon, or of the pod's own container.
 //
 // # The end of the daemon
@@ -488,7 +488,7 @@ var needed = map[int]string{
 	unix.CAP_CHOWN:        "CHOWN",        // copies keep the owner
 }
 
-// checkPrivileges says what this process lacks.
+// checkPrivileges names the privileges that this process lacks.
 func checkPrivileges(proc string) error {
 	self, err := os.Readlink(proc + "/self")
 	if err != nil || self != strconv.Itoa(os.Getpid()) {

@@ -48,8 +48,8 @@ func openProcess(proc string, pid uint32, start uint64) (*process, error) {
 
 func (p *process) close() { _ = p.dir.Close() } // only read
 
-// use calls f with the descriptor, whose number means nothing else before f returns. The descriptor that Fd returns
-// could be closed meanwhile, and be that of another file.
+// use calls f with the descriptor, and keeps it open until f returns. The descriptor that Fd returns could be closed
+// meanwhile, and be that of another file.
 func (p *process) use(f func(fd int) error) error {
 	conn, err := p.dir.SyscallConn()
 	if err != nil {
@@ -118,7 +118,7 @@ func (p *process) open(name string, flags int) (*os.File, error) {
 	return f, err
 }
 
-// inode is the inode of what a link of the process leads to.
+// inode is the inode at the end of a link of the process.
 func (p *process) inode(name string) (device, inode uint64, err error) {
 	var info unix.Stat_t
 	err = p.use(func(dir int) error {

@@ -244,7 +244,7 @@ func (w *watcher) detach() error {
 	return nil
 }
 
-// close frees what the watcher has in the kernel. Errors of closing are of no use: no descriptor is left.
+// close frees the watcher's objects in the kernel. Errors of closing are of no use: no descriptor is left.
 func (w *watcher) close() {
 	_ = w.detach()
 	w.mu.Lock()
