@@ -59,8 +59,8 @@ var (
 		"Running containers that are to trust the proxy's CA, by how far they do: trusted, files-only or unknown.",
 		"trust")
 	nestedContainers = describe("sluice_nested_containers",
-		"Running containers that a Docker in a pod has started, in pods with the policy inspect for them, by how far they "+
-			"trust the proxy's CA: trusted, files-only or unknown.",
+		"Running containers that a Docker in a pod has started, in pods with the policy inspect for them, by how far "+
+			"they trust the proxy's CA: trusted, files-only or unknown.",
 		"trust")
 	runtimeConnected = describe("sluice_runtime_connected",
 		"1 while the container runtime asks sluice about new containers (NRI), 0 while they start without the proxy's "+

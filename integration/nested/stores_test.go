@@ -169,8 +169,8 @@ func describe(layer []byte, files map[string]string) error {
 	}
 }
 
-// TestStoreChanges: steps of builds that change the trust store end as without sluice, and leave the same files, but for
-// those that are known not to.
+// TestStoreChanges: steps of builds that change the trust store end as without sluice, and leave the same files. The
+// limits do not.
 func TestStoreChanges(t *testing.T) {
 	l := newLab(t, inspect())
 	without := l.startDocker(l.Node.AddBystander())
