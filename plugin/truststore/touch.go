@@ -90,8 +90,8 @@ func (t *touched) look(path string) file {
 	return file{info.Dev_major, info.Dev_minor, info.Ino}
 }
 
-// folderOf is the path up to its last name; empty for the root. The names before stay as they are: after a link, ".." is
-// elsewhere.
+// folderOf is the path up to its last name; empty for the root. The names before stay as they are: after a link, ".."
+// is elsewhere.
 func folderOf(path string) string {
 	path = strings.TrimRight(path, "/")
 	return path[:strings.LastIndexByte(path, '/')+1]
