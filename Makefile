@@ -125,13 +125,14 @@ cluster-up: build bin/cluster/cluster ## * Start a Kubernetes node on this machi
 cluster-down: bin/cluster/cluster ## * Stop that node and remove all its files
 	bin/cluster/cluster down
 
+drill: SEED ?= $(shell date +%s)
 drill: ## * Break daemon, proxy and pods under load, and report the fate of every connection; FAULTS=1000: at random
 	integration/setup.sh test
 ifdef FAULTS
 	go test -count=1 -timeout=0 -run '^TestRandomFaults$$' -v ./integration/drill \
-		-args -drill -drill-faults=$(FAULTS) $(SEED:%=-drill-seed=%)
+		-args -drill -drill-faults=$(FAULTS) -drill-seed=$(SEED)
 else
-	go test -count=1 -timeout=1h -run '^TestDrills$$' -v ./integration/drill -args -drill $(SEED:%=-drill-seed=%)
+	go test -count=1 -timeout=1h -run '^TestDrills$$' -v ./integration/drill -args -drill -drill-seed=$(SEED)
 endif
 
 screenshot: ## * Take the screenshot of mitmweb for docs/ in a real browser

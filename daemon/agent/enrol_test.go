@@ -158,7 +158,7 @@ func TestRulesOfAnEarlierVersionAreReplaced(t *testing.T) {
 	p := newTestPod(t)
 	a := newAgent(t, capture)
 	in := p.apply(t, "nftables")
-	in.Revision--
+	in.Revision = 2 // the last without the wall
 	r := a.write(t, p.Host, attach.Captured, in)
 	p.Exec("nft", "flush", "chain", "ip", "sluice-nat", "SLUICE_CAPTURE")
 	a.reconcile(t.Context(), gatesOnly)

@@ -118,6 +118,39 @@ func SourceTo(dst netip.Addr) (netip.Addr, error) {
 	return socket.AddrPort(from).Addr().Unmap(), nil
 }
 
+// SourcesTo returns the addresses from which the calling thread's netns connects to dst now or soon: that of SourceTo,
+// and the tentative ones of the interface that leads there. The kernel checks that no other host has such an address,
+// and takes it a second later (RFC 4862, section 5.4): that of a bridge which has its first pod.
+func SourcesTo(dst netip.Addr) ([]netip.Addr, error) {
+	now, err := SourceTo(dst)
+	if err != nil {
+		return nil, err
+	}
+	var sources []netip.Addr
+	if now.IsValid() {
+		sources = append(sources, now)
+	}
+	if dst.Is4() {
+		return sources, nil
+	}
+	routes, err := netlink.RouteGet(dst.AsSlice())
+	if err != nil || len(routes) == 0 {
+		return sources, nil //nolint:nilerr // no route leads there
+	}
+	out := &netlink.Device{LinkAttrs: netlink.LinkAttrs{Index: routes[0].LinkIndex}}
+	addrs, err := netlink.AddrList(out, unix.AF_INET6)
+	if err != nil {
+		return nil, fmt.Errorf("listing addresses of the interface that leads to %s: %w", dst, err)
+	}
+	for _, a := range addrs {
+		soon, ok := netip.AddrFromSlice(a.IP)
+		if ok && a.Flags&unix.IFA_F_TENTATIVE != 0 && !soon.IsLinkLocalUnicast() {
+			sources = append(sources, soon)
+		}
+	}
+	return sources, nil
+}
+
 // servicesInterface has the addresses of all services where kube-proxy uses IPVS: the kernel forwards what is sent
 // there.
 const servicesInterface = "kube-ipvs0"

@@ -38,6 +38,37 @@ func TestAddressesOfEveryInterfaceButLoopback(t *testing.T) {
 	}
 }
 
+// TestSourcesToKnowTentativeAddresses, which the kernel does not use yet: the bridge has no link.
+func TestSourcesToKnowTentativeAddresses(t *testing.T) {
+	t.Parallel()
+	h := testbed.NewHost(t, "node")
+	h.IP("link", "add", "eth0", "type", "bridge")
+	h.IP("addr", "add", "fd02::1/64", "dev", "eth0", "nodad")
+	h.IP("link", "set", "eth0", "up")
+	h.IP("link", "add", "cni0", "type", "bridge")
+	h.IP("addr", "add", "10.1.0.1/24", "dev", "cni0")
+	h.IP("addr", "add", "fd01::1/64", "dev", "cni0")
+	h.IP("link", "set", "cni0", "up")
+	h.IP("route", "add", "fd01::/64", "dev", "cni0")
+	for to, want := range map[string][]string{
+		"10.1.0.7": {"10.1.0.1"}, "fd01::7": {"fd02::1", "fd01::1"}, "fd02::7": {"fd02::1"}, "192.0.2.7": nil,
+		"2001:db8::7": nil,
+	} {
+		var got []netip.Addr
+		err := h.Do(func() (err error) {
+			got, err = SourcesTo(netip.MustParseAddr(to))
+			return err
+		})
+		var wanted []netip.Addr
+		for _, a := range want {
+			wanted = append(wanted, netip.MustParseAddr(a))
+		}
+		if err != nil || !slices.Equal(got, wanted) {
+			t.Errorf("to %s: got %v, %v; want %v", to, got, err, want)
+		}
+	}
+}
+
 func TestSourceToFollowsTheRoutes(t *testing.T) {
 	t.Parallel()
 	h := testbed.NewHost(t, "node")

@@ -21,13 +21,11 @@ func ExcludeNode(r *ruleset.Ruleset, podIPs, proxies []netip.Addr) error {
 		sources = append(sources, r.Upstream.Addr())
 	}
 	for _, pod := range podIPs {
-		node, err := netns.SourceTo(pod)
+		node, err := netns.SourcesTo(pod)
 		if err != nil {
 			return fmt.Errorf("%w: the route from this node to %s: %w", ErrUnknown, pod, err)
 		}
-		if node.IsValid() {
-			sources = append(sources, node)
-		}
+		sources = append(sources, node...)
 	}
 	slices.SortFunc(sources, netip.Addr.Compare) // rulesets are compared
 	for _, a := range slices.Compact(sources) {

@@ -13,11 +13,18 @@ import (
 
 	"github.com/containernetworking/cni/pkg/types"
 
+	"github.com/sluice-cni/sluice/daemon/upstream"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// takeEveryProtocol makes the proxy one that serves all protocols.
-func (s *drillScene) takeEveryProtocol() { s.launch = s.launchConnectProxy }
+// takeEveryProtocol makes the proxy one that serves all protocols. The proxies' secret, which the first of some protocols
+// makes, is there from the start, because it stays.
+func (s *drillScene) takeEveryProtocol() {
+	s.launch = s.launchConnectProxy
+	if _, err := upstream.Secret(filepath.Dir(s.n.ProxySocket())); err != nil {
+		s.t.Fatal(err)
+	}
+}
 
 // changeProtocol starts a successor that has another protocol.
 func (s *drillScene) changeProtocol() {

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	authv1 "k8s.io/api/authorization/v1"
-	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/e2e-framework/pkg/envconf"
@@ -190,8 +189,7 @@ func rollout(ctx context.Context, t *testing.T, c *envconf.Config) {
 	}
 	for i, name := range others {
 		p := newPod(fmt.Sprintf("captured-%d", i), namespace, capture, "sleep 86400", "")
-		p.Spec.NodeSelector = map[string]string{corev1.LabelHostname: name}
-		p.Spec.Tolerations = []corev1.Toleration{{Operator: corev1.TolerationOpExists}}
+		onNodeNamed(p, name)
 		must(t, client(c).Create(ctx, p))
 		defer func() { must(t, client(c).Delete(context.WithoutCancel(ctx), p)) }()
 		waitFor(ctx, t, p.Name+" runs", func() (bool, error) { return running(ctx, c, p.Name), nil })

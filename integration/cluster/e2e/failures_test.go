@@ -37,33 +37,15 @@ func hangingDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {
 		must(t, client(c).Create(ctx, p))
 		waitForRequests(ctx, t, c, p.Name)
 	}
-	restarts := func() (n int32, ready bool, err error) {
-		name, err := only(ctx, c, system, daemonPods)
-		if err != nil {
-			return 0, false, err
-		}
-		var p corev1.Pod
-		if err := client(c).Get(ctx, name, system, &p); err != nil {
-			return 0, false, err
-		}
-		return p.Status.ContainerStatuses[0].RestartCount, isPodReady(&p), nil
-	}
-	before, _, err := restarts()
+	name, err := only(ctx, c, system, daemonPods)
 	must(t, err)
+	var daemon corev1.Pod
+	must(t, client(c).Get(ctx, name, system, &daemon))
 	_, err = node(ctx, "pkill -STOP -x sluiced")
 	must(t, err)
 	waitForRequests(ctx, t, c, "there")
-	waitFor(ctx, t, "kubelet has replaced the daemon", func() (bool, error) {
-		n, ready, err := restarts()
-		return n > before && ready, err
-	})
-	for _, p := range []*corev1.Pod{here, there} {
-		waitForRequests(ctx, t, c, p.Name)
-		if log := logs(ctx, t, c, namespace, p.Name); strings.Contains(log, "failed") {
-			t.Errorf("requests of %s have failed:\n%s", p.Name, log)
-		}
-		must(t, client(c).Delete(ctx, p))
-	}
+	waitForRestart(ctx, t, c, &daemon)
+	endRequests(ctx, t, c, here, there)
 }
 
 // rebootedNode restarts the node home. A pod of another node is the server, because the addresses of the pods change.
@@ -81,16 +63,12 @@ func rebootedNode(ctx context.Context, t *testing.T, c *envconf.Config) {
 	must(t, client(c).Create(ctx, p))
 	waitFor(ctx, t, "the pod's request is served", func() (bool, error) { return served() == 1, nil })
 	must(t, client(c).Get(ctx, p.Name, namespace, p))
-	ran := p.Status.ContainerStatuses[0].RestartCount
 
 	words := strings.Fields(strings.ReplaceAll(os.Getenv(restartNode), "{}", home))
 	if out, err := exec.CommandContext(ctx, words[0], words[1:]...).CombinedOutput(); err != nil {
 		t.Fatalf("restarting %s: %v\n%s", home, err, out)
 	}
-	waitFor(ctx, t, "the pod has been started again", func() (bool, error) {
-		err := client(c).Get(ctx, p.Name, namespace, p)
-		return err == nil && p.Status.ContainerStatuses[0].RestartCount > ran && isPodReady(p), err
-	})
+	waitForRestart(ctx, t, c, p)
 	waitForRollout(ctx, t, c, system, "sluice")
 	waitForRollout(ctx, t, c, proxies, "mitmproxy")
 	waitForState(ctx, t, c, namespace+"/"+p.Name, "captured")
@@ -99,10 +77,20 @@ func rebootedNode(ctx context.Context, t *testing.T, c *envconf.Config) {
 		return proxyRequestsOn(ctx, t, c, home, url) == 1, nil
 	})
 	waitFor(ctx, t, "the fixtures run", func() (bool, error) {
-		return running(ctx, c, "server") && running(ctx, c, "node") && running(ctx, c, "older"), nil
+		return running(ctx, c, "server") && running(ctx, c, "node"), nil
 	})
 	for _, name := range []string{p.Name, server.Name} {
 		pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: namespace}}
 		must(t, client(c).Delete(ctx, pod))
 	}
+}
+
+// waitForRestart waits until the container of p, which describes the pod before that, has been restarted and is ready.
+func waitForRestart(ctx context.Context, t *testing.T, c *envconf.Config, p *corev1.Pod) {
+	t.Helper()
+	before := p.Status.ContainerStatuses[0].RestartCount
+	waitFor(ctx, t, p.Name+" is ready after a restart", func() (bool, error) {
+		err := client(c).Get(ctx, p.Name, p.Namespace, p)
+		return err == nil && p.Status.ContainerStatuses[0].RestartCount > before && isPodReady(p), err
+	})
 }

@@ -63,12 +63,7 @@ func update(ctx context.Context, t *testing.T, c *envconf.Config) {
 		waitForState(ctx, t, c, namespace+"/"+pods[0].Name, "captured")
 		checkRequests(ctx, t, c, pods[0].Name, true)
 	}
-	for _, p := range pods {
-		if log := logs(ctx, t, c, namespace, p.Name); strings.Contains(log, "failed") {
-			t.Errorf("requests of %s have failed:\n%s", p.Name, log)
-		}
-		must(t, client(c).Delete(ctx, p))
-	}
+	endRequests(ctx, t, c, pods...)
 }
 
 // requestLoop is a shell script that sends requests to the server one after the other, and logs each. Their path is not
@@ -84,6 +79,18 @@ func waitForRequests(ctx context.Context, t *testing.T, c *envconf.Config, pod s
 	responses := func() int { return strings.Count(logs(ctx, t, c, namespace, pod), "hello\n") }
 	before := responses()
 	waitFor(ctx, t, pod+" has three responses more", func() (bool, error) { return responses() >= before+3, nil })
+}
+
+// endRequests deletes pods with a requestLoop, whose requests go on and must all have been answered.
+func endRequests(ctx context.Context, t *testing.T, c *envconf.Config, pods ...*corev1.Pod) {
+	t.Helper()
+	for _, p := range pods {
+		waitForRequests(ctx, t, c, p.Name)
+		if log := logs(ctx, t, c, namespace, p.Name); strings.Contains(log, "failed") {
+			t.Errorf("requests of %s have failed:\n%s", p.Name, log)
+		}
+		must(t, client(c).Delete(ctx, p))
+	}
 }
 
 // onNodeNamed makes a pod of newPod run on any node, whatever its taints.
@@ -104,14 +111,12 @@ func oldPodRestarts(ctx context.Context, t *testing.T, c *envconf.Config) {
 	waitForRollout(ctx, t, c, system, "sluice")
 	name, err := only(ctx, c, system, daemonPods)
 	must(t, err)
+	var p corev1.Pod
+	must(t, client(c).Get(ctx, name, system, &p))
 	must(t, apply(ctx, c, onDelete("config.late.timeout=77s")))
 	_, err = node(ctx, "pkill -9 -x sluiced")
 	must(t, err)
-	var p corev1.Pod
-	waitFor(ctx, t, "the old pod is ready after a restart", func() (bool, error) {
-		err := client(c).Get(ctx, name, system, &p)
-		return err == nil && p.Status.ContainerStatuses[0].RestartCount > 0 && isPodReady(&p), err
-	})
+	waitForRestart(ctx, t, c, &p)
 	config, err := node(ctx, fmt.Sprintf(
 		"cat /var/lib/kubelet/pods/%s/volumes/kubernetes.io~projected/config/config.yaml", p.UID))
 	if err != nil || config == "" || strings.Contains(config, "77s") {
