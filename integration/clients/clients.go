@@ -64,6 +64,14 @@ func In(root string) (present []Client) {
 	return present
 }
 
+// Label is the client's name as a label of a DNS name.
+func (c Client) Label() string {
+	words := strings.FieldsFunc(strings.ToLower(c.Name), func(r rune) bool {
+		return (r < 'a' || r > 'z') && (r < '0' || r > '9')
+	})
+	return strings.Join(words, "-")
+}
+
 // Try runs a client for a URL, which has a port. ok says that it succeeded.
 func (c Client) Try(
 	run func(env []string, input string, args ...string) (string, error), url string,

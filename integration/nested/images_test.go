@@ -19,7 +19,7 @@ type image struct {
 	name       string
 	repository string
 	content    registry.Image
-	clients    []string // their names, in the order of the table
+	clients    []clients.Client // in the order of the table
 }
 
 // made are the images of the table, made by integration/images.sh. The layers are folders in bin/images, the lowest one
@@ -65,12 +65,22 @@ func madeImages(t *testing.T) (images []image) {
 		}
 		for _, c := range clients.All {
 			if has[c.Name] {
-				i.clients = append(i.clients, c.Name)
+				i.clients = append(i.clients, c)
 			}
 		}
 		images = append(images, i)
 	}
 	return images
+}
+
+// named returns clients by their names.
+func named(names ...string) (some []clients.Client) {
+	for _, c := range clients.All {
+		if slices.Contains(names, c.Name) {
+			some = append(some, c)
+		}
+	}
+	return some
 }
 
 const passwd = "/etc/passwd"
@@ -109,11 +119,11 @@ func smallImages(t *testing.T) []image {
 	}
 	return []image{
 		{
-			name: "small", repository: "small", clients: []string{"curl", "openssl s_client", clients.Go.Name},
+			name: "small", repository: "small", clients: named("curl", "openssl s_client", clients.Go.Name),
 			content: registry.Image{Env: environment, Layers: []registry.Layer{registry.Files(programs), goLayer(t)}},
 		},
 		{
-			name: "Go alone", repository: "go", clients: []string{clients.Go.Name},
+			name: "Go alone", repository: "go", clients: named(clients.Go.Name),
 			content: registry.Image{Env: environment, Layers: []registry.Layer{
 				registry.Files(map[string][]byte{passwd: users, store: bundle}), goLayer(t),
 			}},

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/sluice-cni/sluice/integration/clients"
 )
 
 // result is the outcome of one cell: a client in an image that is started in one way.
@@ -35,13 +37,16 @@ func (l *lab) tryAll(t *testing.T, images []image, ways []way) (results []result
 				t.Errorf("%s: %v", i.name, err)
 				continue
 			}
-			var names []string
+			var got, want []string
+			for _, c := range i.clients {
+				want = append(want, c.Name)
+			}
 			for _, o := range outcomes {
-				names = append(names, o.Client)
+				got = append(got, o.Client)
 				results = append(results, result{o.Client, i.name, w, o.OK, o.Output})
 			}
-			if !slices.Equal(names, i.clients) {
-				t.Errorf("%s by %s: got the outcomes of %q, want %q", i.name, w, names, i.clients)
+			if !slices.Equal(got, want) {
+				t.Errorf("%s by %s: got the outcomes of %q, want %q", i.name, w, got, want)
 			}
 			if w.program != dockerRun {
 				for _, found := range l.inPushed(s, built) {
@@ -88,7 +93,7 @@ func TestWithoutCA(t *testing.T) {
 	results := l.tryAll(t, images, withoutBuildkitd())
 	wantRefused(t, results)
 	l.wantTrace(images[0])
-	l.WaitLogged("certificate refused: default/runner to "+server, "nested")
+	l.WaitLogged("certificate refused: default/runner to "+clients.Go.Label()+"-built-go-0.example.test", "nested")
 }
 
 // TestWithCA: all clients trust the proxy's certificates, from the first connection of each container on, and no image

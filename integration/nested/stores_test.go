@@ -125,7 +125,7 @@ func (l *lab) apply(docker *testbed.Docker, builder, from string, c change, tag 
 	other.docker = docker
 	w := way{program: builder}
 	dockerfile := "FROM " + registryAddress + "/" + from + "\nRUN " + step + "\n"
-	out, err := other.build(w, dockerfile, tag, w.hostsOption()...)
+	out, err := other.build(w, dockerfile, tag, w.hostsOptions(server)...)
 	if err != nil {
 		l.t.Fatalf("%s: %v\n%s", c.name, err, out)
 	}

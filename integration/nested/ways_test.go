@@ -2,6 +2,7 @@ package nested
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/sluice-cni/sluice/integration/clients"
@@ -38,15 +39,15 @@ type way struct {
 // String is for names of tests.
 func (w way) String() string { return w.program + ", " + w.kind }
 
-// hostsOption tells containers of the server, by the program that starts them.
-func (w way) hostsOption() []string {
-	switch {
-	case w.joins:
-		return nil // the other container has been told
-	case w.program == buildkitd:
-		return []string{"--opt", "add-hosts=" + server + "=" + testbed.WorldIPv4}
+// hostsOptions tells containers of the server, by the program that starts them.
+func (w way) hostsOptions(names ...string) (options []string) {
+	if w.program == buildkitd {
+		return []string{"--opt", "add-hosts=" + strings.Join(names, "="+testbed.WorldIPv4+",") + "=" + testbed.WorldIPv4}
 	}
-	return []string{"--add-host", hosts}
+	for _, name := range names {
+		options = append(options, "--add-host", name+":"+testbed.WorldIPv4)
+	}
+	return options
 }
 
 // The kinds of networks that several programs have.
@@ -86,23 +87,29 @@ var ways = []way{
 }
 
 // try runs clients of an image in containers that are started in one way. A build makes an image, and pushes it to the
-// registry with this name.
+// registry with this name. Each client has a name of its own for the server: the proxy passes the TLS of a name through
+// after clients have refused its certificate.
 func (l *lab) try(w way, i image, name string) (outcomes []clients.Outcome, err error) {
-	options := append(w.hostsOption(), w.options...)
+	host := "-" + name + ".example.test"
+	var hosts []string
+	for _, c := range i.clients {
+		hosts = append(hosts, c.Label()+host)
+	}
+	options := slices.Concat(w.hostsOptions(hosts...), w.options)
 	if w.joins {
-		other, stop, err := l.startOther(w, i)
+		other, stop, err := l.startOther(w, i, hosts)
 		if err != nil {
 			return nil, err
 		}
 		defer stop()
-		options = append(options, "--network", "container:"+other)
+		options = append(slices.Clone(w.options), "--network", "container:"+other)
 	}
-	out := ""
+	out, url := "", "https://*"+host+":443/"
 	switch w.program {
 	case dockerRun:
-		out, err = l.runContainers(w, options, i)
+		out, err = l.runContainers(w, options, i, url)
 	default:
-		out, err = l.build(w, l.dockerfile(w, i), name, options...)
+		out, err = l.build(w, l.dockerfile(w, i, url), name, options...)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w\n%s", w, err, out)
@@ -111,9 +118,9 @@ func (l *lab) try(w way, i image, name string) (outcomes []clients.Outcome, err 
 }
 
 // runContainers runs the clients by docker run, and returns the output of all containers.
-func (l *lab) runContainers(w way, options []string, i image) (string, error) {
+func (l *lab) runContainers(w way, options []string, i image, url string) (string, error) {
 	var all strings.Builder
-	for _, command := range commands(w, i) {
+	for _, command := range commands(w, i, url) {
 		args := append([]string{"run", "--rm"}, options...)
 		out, err := run(l.dockerd(w).Command(append(append(args, registryAddress+"/"+i.repository), command...)...))
 		all.WriteString(out)
@@ -125,24 +132,24 @@ func (l *lab) runContainers(w way, options []string, i image) (string, error) {
 }
 
 // commands are the commands of the containers.
-func commands(w way, i image) [][]string {
+func commands(w way, i image, url string) [][]string {
 	if !w.separate {
 		return [][]string{{clients.GoFile, clients.RunCommand, url}}
 	}
 	var each [][]string
-	for _, name := range i.clients {
-		each = append(each, []string{clients.GoFile, clients.RunCommand, url, name})
+	for _, c := range i.clients {
+		each = append(each, []string{clients.GoFile, clients.RunCommand, url, c.Name})
 	}
 	return each
 }
 
 // dockerfile is a build whose steps run the clients.
-func (l *lab) dockerfile(w way, i image) string {
+func (l *lab) dockerfile(w way, i image, url string) string {
 	text := "FROM " + registryAddress + "/" + i.repository + "\n"
 	if w.user != "" {
 		text += "USER " + w.user + "\n"
 	}
-	for _, command := range commands(w, i) {
+	for _, command := range commands(w, i, url) {
 		text += "RUN " + testbed.JSON(command) + "\n"
 	}
 	return text
@@ -175,10 +182,11 @@ func (l *lab) build(w way, dockerfile, name string, options ...string) (string, 
 	return out, nil
 }
 
-// startOther starts a container whose network another one can join. stop removes it.
-func (l *lab) startOther(w way, i image) (id string, stop func(), err error) {
-	out, err := run(l.dockerd(w).Command("run", "--detach", "--add-host", hosts, registryAddress+"/"+i.repository,
-		clients.GoFile, clients.IdleCommand))
+// startOther starts a container whose network another one can join, with names of the server. stop removes it.
+func (l *lab) startOther(w way, i image, hosts []string) (id string, stop func(), err error) {
+	args := append([]string{"run", "--detach"}, way{program: dockerRun}.hostsOptions(hosts...)...)
+	out, err := run(l.dockerd(w).Command(append(args, registryAddress+"/"+i.repository,
+		clients.GoFile, clients.IdleCommand)...))
 	if err != nil {
 		return "", nil, fmt.Errorf("a container to join: %w\n%s", err, out)
 	}

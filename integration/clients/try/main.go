@@ -2,7 +2,7 @@
 // the outcome of each as one line.
 //
 //	try get URL        get a URL as a client of Go's
-//	try run URL [NAME] run the client with a name, or all
+//	try run URL [NAME] run the client with a name, or all; an asterisk in the URL stands for the client's label
 //	try idle           do nothing until the end
 package main
 
@@ -33,7 +33,7 @@ func run(args []string) int {
 		url, name := args[1], strings.Join(args[2:], " ")
 		for _, c := range clients.In("/") {
 			if name == "" || c.Name == name {
-				output, ok := c.Try(execute, url)
+				output, ok := c.Try(execute, strings.ReplaceAll(url, "*", c.Label()))
 				clients.Outcome{Client: c.Name, OK: ok, Output: output}.Print(os.Stdout)
 			}
 		}
