@@ -49,7 +49,8 @@ install() {
 
 # link_debian links to Debian's package, if it has the version.
 link_debian() {
-    if ! /usr/bin/mitmdump --version 2>>"$log" | grep -qx 'Mitmproxy: 8\.1\.1'; then
+    # grep -q would end at the line, and mitmdump would fail with a broken pipe.
+    if ! /usr/bin/mitmdump --version 2>>"$log" | grep -x 'Mitmproxy: 8\.1\.1' >>"$log"; then
         fail "/usr/bin/mitmdump is not 8.1.1, which the package mitmproxy of Debian 12 is"
         return 1
     fi

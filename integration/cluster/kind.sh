@@ -28,7 +28,7 @@ main() {
         start_docker
         make_image
     fi
-    if kind get clusters 2>>"$run/docker.log" | grep -qx "$name"; then
+    if kind get clusters 2>>"$run/docker.log" | grep -x "$name" >/dev/null; then
         echo "$0: a cluster named $name exists; \`kind delete cluster --name $name\` deletes it" >&2
         exit 1
     fi
@@ -118,7 +118,7 @@ start_docker() {
         --host "$DOCKER_HOST" --data-root "$run/docker" --exec-root /run/docker --pidfile /run/docker.pid
         --exec-opt native.cgroupdriver=cgroupfs --cgroup-parent /sluice-kind
     )
-    if dockerd --help | grep -q -- --oom-score-adjust; then
+    if dockerd --help | grep -- --oom-score-adjust >/dev/null; then
         options+=(--oom-score-adjust 0) # the default takes CAP_SYS_RESOURCE
     fi
     if ! ((0x$(awk '/^CapBnd/ { print $2 }' /proc/self/status) >> 24 & 1)); then # CAP_SYS_RESOURCE

@@ -17,8 +17,8 @@ import (
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
-// takeEveryProtocol makes the proxy one that serves all protocols. The proxies' secret, which some of them make, is there
-// from the start, because it stays.
+// takeEveryProtocol makes the proxy one that serves all protocols. The proxies' secret, which some of them make, is
+// there from the start, because it stays.
 func (s *drillScene) takeEveryProtocol() {
 	s.launch = s.launchConnectProxy
 	if _, err := upstream.Secret(filepath.Dir(s.n.ProxySocket())); err != nil {
