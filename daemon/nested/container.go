@@ -276,7 +276,7 @@ func (e *Engine) comeBack(w *watcher, c *container, updater *process) {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
 	if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
-		e.config.Log.Warn("a nested container is not given the CA", "container", c.name, "err", err)
+		e.warn(c.pod, c.name, err)
 	}
 	e.config.Changed(c.pod)
 }

@@ -130,12 +130,19 @@ type node struct {
 // newEngine starts an engine that watches a pod with the UID "uid".
 func newEngine(t *testing.T, p *pod) *node {
 	t.Helper()
+	return newEngineWith(t, p, true)
+}
+
+// newEngineWith starts one that can, or cannot, ask the kernel for the numbers of mount namespaces.
+func newEngineWith(t *testing.T, p *pod, numbers bool) *node {
+	t.Helper()
 	n := &node{ca: filepath.Join(t.TempDir(), "ca.pem")}
 	must(t, os.WriteFile(n.ca, pki.NewCA("the proxy").Cert, 0o600))
 	n.Engine = New(Config{
 		CAFile: n.ca, Proc: "/proc", Changed: func(string) { n.changes.Add(1) }, Tell: func() {},
 		Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
 	})
+	n.numbers = numbers
 	n.Watch(map[uint32]string{p.netns: "uid"})
 	n.stop = run(t, n.Engine)
 	testbed.Eventually(t, "the engine watches", func() bool {

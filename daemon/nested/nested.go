@@ -58,6 +58,7 @@ import (
 	"github.com/cilium/ebpf/ringbuf"
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/daemon/throttle"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -92,8 +93,8 @@ const (
 	deadline = 2 * time.Second
 	// maxAtOnce bounds the processes that are looked at at the same time.
 	maxAtOnce = 8
-	// maxContainers bounds the containers that are remembered.
-	maxContainers = 4096
+	// maxContainers bounds the containers of a pod that are remembered.
+	maxContainers = 1024
 	// refreshInterval is the time between looks at the addresses of containers: a Docker may connect them to more
 	// networks.
 	refreshInterval = 5 * time.Second
@@ -105,6 +106,8 @@ type Engine struct {
 	slots  chan struct{}
 	looks  chan struct{}  // as slots, for editors
 	work   sync.WaitGroup // the looks that go on
+	// numbers is true if the kernel tells the number of the mount namespace of a process.
+	numbers bool
 
 	mu         sync.Mutex // guards the fields below
 	running    bool       // between the start and the end of Run
@@ -112,6 +115,7 @@ type Engine struct {
 	watcher    *watcher // nil while no pod is watched, or if that is not possible
 	problem    string   // the reason why not
 	containers map[uint64]*container
+	lines      map[string]*throttle.Lines // by the UID of the pod
 	readers    sync.WaitGroup
 }
 
@@ -119,7 +123,8 @@ type Engine struct {
 func New(config Config) *Engine {
 	return &Engine{
 		config: config, slots: make(chan struct{}, maxAtOnce), looks: make(chan struct{}, maxLooks),
-		pods: map[uint32]string{}, containers: map[uint64]*container{},
+		numbers: tellsNumbers(),
+		pods:    map[uint32]string{}, containers: map[uint64]*container{}, lines: map[string]*throttle.Lines{},
 	}
 }
 
@@ -191,9 +196,10 @@ func (e *Engine) Watch(pods map[uint32]string) {
 			fresh[netns] = uid
 		}
 	}
-	for netns := range before {
+	for netns, uid := range before {
 		if _, ok := pods[netns]; !ok {
 			e.unwatchLocked(netns)
+			delete(e.lines, uid)
 		}
 	}
 	if len(fresh) > 0 {
@@ -215,6 +221,10 @@ func (e *Engine) startLocked() bool {
 			e.problem = problem
 		}
 		return false
+	}
+	if !e.numbers {
+		e.config.Log.Warn("nested containers that run already are looked at when they start a program: " +
+			"Linux is older than 6.11")
 	}
 	e.watcher, e.problem = w, ""
 	e.readers.Go(func() { e.read(w) })
@@ -277,9 +287,15 @@ func (e *Engine) handle(w *watcher, ev event) {
 	defer cancel()
 	defer context.AfterFunc(ctx, p.resume)()
 	defer p.resume()
-	c, err := e.find(w, p, ev)
+	e.mu.Lock()
+	pod, watched := e.pods[ev.Netns]
+	e.mu.Unlock()
+	if !watched {
+		return
+	}
+	c, err := e.find(w, p, ev, pod)
 	if err != nil {
-		e.config.Log.Warn("a nested container is not given the CA", "err", err)
+		e.warn(pod, "", err)
 		return
 	}
 	if c == nil {
@@ -305,10 +321,26 @@ func (e *Engine) handle(w *watcher, ev event) {
 		err = e.equip(ctx, w, c, p)
 	}
 	if err != nil {
-		e.config.Log.Warn("a nested container is not given the CA", "container", c.name, "err", err)
+		e.warn(c.pod, c.name, err)
 	}
 	e.config.Changed(c.pod)
 	e.config.Tell()
+}
+
+// warn logs that a container in a pod is not given the CA, unless there was such a line just now: a pod can cause it at
+// any rate.
+func (e *Engine) warn(pod, container string, err error) {
+	e.mu.Lock()
+	lines := e.lines[pod]
+	if lines == nil {
+		lines = &throttle.Lines{}
+		e.lines[pod] = lines
+	}
+	e.mu.Unlock()
+	if count, due := lines.Due("not given"); due {
+		e.config.Log.Warn("a nested container is not given the CA", "uid", pod, "container", container, "err", err,
+			"count", count)
+	}
 }
 
 // runs reports whether the event is that of a program.
@@ -317,12 +349,11 @@ func (ev event) runs(name string) bool {
 }
 
 // find returns the container of a process, or nil if the process is none that is to be looked at.
-func (e *Engine) find(w *watcher, p *process, ev event) (*container, error) {
+func (e *Engine) find(w *watcher, p *process, ev event, pod string) (*container, error) {
 	e.mu.Lock()
-	pod, watched := e.pods[ev.Netns]
-	c, full := e.containers[ev.Mount], len(e.containers) >= maxContainers
+	c := e.containers[ev.Mount]
 	e.mu.Unlock()
-	if !watched || c != nil {
+	if c != nil {
 		return c, nil
 	}
 	owner, err := openProcess(e.config.Proc, ev.Owner, 0)
@@ -337,13 +368,25 @@ func (e *Engine) find(w *watcher, p *process, ev event) (*container, error) {
 	if own {
 		return nil, w.passRoot(ev)
 	}
-	if full {
-		return nil, fmt.Errorf("there are %d nested containers, and no more are looked at", maxContainers)
+	if len(e.of(pod)) >= maxContainers {
+		return nil, fmt.Errorf("the pod has %d nested containers, and no more are looked at", maxContainers)
 	}
-	c, err = newContainer(p, ev.Mount, ev.Netns, pod)
+	first, late := p, false
+	if !e.numbers { // it may have run before, unseen
+		status, err := p.read("status")
+		late = err != nil || !isFirst(string(status))
+	}
+	if late {
+		if earlier := firstOf(e.config.Proc, p); earlier != nil {
+			defer earlier.close()
+			first = earlier
+		}
+	}
+	c, err = newContainer(first, ev.Mount, ev.Netns, pod)
 	if err != nil {
 		return nil, err
 	}
+	c.lateStart = late
 	return e.add(w, c), nil
 }
 
@@ -458,7 +501,7 @@ func (e *Engine) updateAll(w *watcher) {
 	for _, c := range e.of("") {
 		ctx, cancel := context.WithTimeout(context.Background(), deadline)
 		if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
-			e.config.Log.Warn("a nested container is not given the CA", "container", c.name, "err", err)
+			e.warn(c.pod, c.name, err)
 		}
 		cancel()
 		e.config.Changed(c.pod)

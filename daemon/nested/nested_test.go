@@ -143,6 +143,31 @@ func TestRunning(t *testing.T) {
 	}
 }
 
+// TestRunningOnAnOlderKernel: a container that runs when the daemon starts is looked at when it starts a program.
+func TestRunningOnAnOlderKernel(t *testing.T) {
+	p := newPod(t)
+	p.start("echo up >/out; while [ ! -e /tmp/go ]; do sleep 0.1; done; /bin/busybox true; " + countCA +
+		"; while [ -e /tmp/go ]; do sleep 0.1; done")
+	testbed.Eventually(t, "the container runs", func() bool { return p.output() != "" })
+	e := newEngineWith(t, p, false)
+	goOn := filepath.Join(p.root, "tmp/go")
+	must(t, os.WriteFile(goOn, nil, 0o644))
+	testbed.Eventually(t, "the container has looked at its store", func() bool { return p.output() == "up\n1\n" })
+	containers, _ := e.State("uid")
+	if len(containers) != 1 || !strings.Contains(containers[0].Note, "while it ran") {
+		t.Errorf("got %+v, want one container that was given the CA while it ran", containers)
+	}
+	must(t, os.Remove(goOn))
+	p.wantEnded(1)
+	p.start("while [ ! -e /tmp/go ]; do sleep 0.1; done")
+	testbed.Eventually(t, "a new container counts as trusting", func() bool {
+		containers, _ := e.State("uid")
+		return len(containers) == 1 && containers[0].State == truststore.Trusted
+	})
+	must(t, os.WriteFile(goOn, nil, 0o644))
+	p.wantEnded(2)
+}
+
 // TestEnd: containers start as before when the engine has ended, or watches no pod.
 func TestEnd(t *testing.T) {
 	p := newPod(t)

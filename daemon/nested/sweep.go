@@ -31,6 +31,9 @@ func (e *Engine) begin(w *watcher, pods map[uint32]string) {
 
 // sweep looks at the nested containers that run already in pods.
 func (e *Engine) sweep(w *watcher, pods map[uint32]string) {
+	if !e.numbers {
+		return
+	}
 	found, err := e.list(pods)
 	if err != nil {
 		e.config.Log.Warn("a nested container is not given the CA", "err", err)
@@ -42,7 +45,7 @@ func (e *Engine) sweep(w *watcher, pods map[uint32]string) {
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), deadline)
 		if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
-			e.config.Log.Warn("a nested container is not given the CA", "container", c.name, "err", err)
+			e.warn(c.pod, c.name, err)
 		}
 		cancel()
 		e.config.Changed(c.pod)
@@ -148,6 +151,26 @@ func isFirst(status string) bool {
 	return false
 }
 
+// firstOf opens the first process of the PID namespace of a process, whose end is that of the container. It is nil if
+// that process has another mount namespace.
+func firstOf(proc string, p *process) *process {
+	all, _ := pids(proc) // without them there is none
+	for _, pid := range all {
+		first, err := openProcess(proc, pid, 0)
+		if err != nil {
+			continue // it has ended
+		}
+		samePID, pidErr := sameInode(first, p, "ns/pid")
+		sameMount, mountErr := sameInode(first, p, "ns/mnt")
+		status, statusErr := first.read("status")
+		if errors.Join(pidErr, mountErr, statusErr) == nil && samePID && sameMount && isFirst(string(status)) {
+			return first
+		}
+		first.close()
+	}
+	return nil
+}
+
 // ownerOf is the PID namespace of the pod's own container in or below which a process is, or 0.
 func (l *lister) ownerOf(p *process) uint64 {
 	_, inode, err := p.inode("ns/pid")
@@ -220,4 +243,15 @@ func (p *process) mountNumber() (uint64, error) {
 		return 0, fmt.Errorf("asking for the number of a mount namespace: %w", errno)
 	}
 	return number, nil
+}
+
+// tellsNumbers reports whether the kernel has that ioctl, by asking for the number of this process.
+func tellsNumbers() bool {
+	self, err := openProcess("/proc", uint32(os.Getpid()), 0)
+	if err != nil {
+		return false
+	}
+	defer self.close()
+	_, err = self.mountNumber()
+	return err == nil
 }
