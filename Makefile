@@ -16,8 +16,8 @@ GODIRS  := plugin daemon integration
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help build test test-mitmproxy trust-table fuzz fuzz-rules bench lint manifests demo e2e bench-e2e e2e-kind \
-	cluster-up cluster-down drill screenshot clean
+.PHONY: help build test test-mitmproxy trust-table nested-table fuzz fuzz-rules bench lint manifests demo e2e \
+	bench-e2e e2e-kind cluster-up cluster-down drill screenshot clean
 
 help: ## List the targets
 	@echo "Targets (those with * need root, on Debian or Ubuntu; they install the packages that they need):"
@@ -49,6 +49,13 @@ trust-table: build ## * Test which clients of which images trust the proxy's CA;
 	go test -count=1 -timeout 60m -run '^TestTable$$' ./integration/truststore \
 		-args -table $(CURDIR)/bin/images/table.md; \
 	status=$$?; cat bin/images/table.md; exit $$status
+
+nested-table: build bin/tools/buildkitd ## * Test clients in containers of Docker; write bin/images/nested.md
+	integration/setup.sh trust-table
+	integration/images.sh install debian12 debian13 alpine rhel distroless busybox
+	go test -count=1 -timeout 120m -run '^TestTable$$' ./integration/nested \
+		-args -table $(CURDIR)/bin/images/nested.md; \
+	status=$$?; cat bin/images/nested.md; exit $$status
 
 fuzz: ## Run each fuzz target for FUZZTIME (default 20s)
 	@set -e; for file in $$(grep -rl --include='*_test.go' '^func Fuzz' $(GODIRS)); do \
@@ -137,7 +144,7 @@ clean: ## Remove bin/, and the Kubernetes node if one runs
 	if [ -x bin/cluster/cluster ]; then bin/cluster/cluster down; fi
 	rm -rf bin
 
-# Development tools, in the versions that tools/go.mod, tools/helm/go.mod and tools/kind/go.mod name.
+# Development tools, in the versions that the go.mod files in tools/ name.
 bin/tools/golangci-lint: tools/go.mod tools/go.sum
 	go build -C tools -o ../$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
@@ -150,6 +157,9 @@ bin/tools/kind: tools/kind/go.mod tools/kind/go.sum
 # The etcd of a kind node whose image is made on this machine.
 bin/tools/etcd: tools/kind/go.mod tools/kind/go.sum
 	CGO_ENABLED=0 go build -C tools/kind -o ../../$@ go.etcd.io/etcd/server/v3
+
+bin/tools/buildkitd bin/tools/buildctl &: tools/buildkit/go.mod tools/buildkit/go.sum
+	go build -C tools/buildkit -o ../../bin/tools/ tool
 
 bin/tools/cnitool: tools/go.mod tools/go.sum
 	go build -C tools -o ../$@ github.com/containernetworking/cni/cnitool

@@ -4,8 +4,10 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -17,6 +19,7 @@ import (
 	"github.com/sluice-cni/sluice/daemon/endpoint"
 	"github.com/sluice-cni/sluice/daemon/gate"
 	"github.com/sluice-cni/sluice/daemon/kube"
+	"github.com/sluice-cni/sluice/daemon/nested"
 	"github.com/sluice-cni/sluice/daemon/proxies"
 	"github.com/sluice-cni/sluice/daemon/trust"
 	"github.com/sluice-cni/sluice/plugin/attach"
@@ -30,12 +33,16 @@ const reasonNotTrusted = "SluiceCANotTrusted"
 // or for another time.
 const checkInterval = time.Minute
 
+// watchInterval is the time between looks for pods that have opted in for nested containers.
+const watchInterval = time.Second
+
 // listTime bounds the wait for the API server's list of pods before the daemon connects to the container runtime.
 const listTime = 2 * time.Second
 
 // podTrust connects package trust, which knows containers, with the captured pods.
 type podTrust struct {
 	*trust.Trust
+	nested       *nested.Engine
 	table        *endpoint.Table
 	hub          *proxies.Hub
 	orchestrator agent.Orchestrator
@@ -71,7 +78,11 @@ func newPodTrust(
 		Socket: d.conf.NRISocket, CAFile: d.conf.CAFile, Dir: d.trustDir(),
 		Hook: d.plugin, Plugin: d.plugin, Proc: findProc(),
 		Wanted: t.wanted, Older: t.older, Served: d.served(), Running: running, Stopping: stopping,
-		Changed: t.noteChange, Log: d.log,
+		Changed: t.noteChange, CAChanged: func() { t.nested.Update() }, Log: d.log,
+	})
+	t.nested = nested.New(nested.Config{
+		CAFile: filepath.Join(d.trustDir(), trust.CAName), Proc: findProc(), Changed: t.noteChange, Tell: t.tell,
+		Log: d.log,
 	})
 	return t, err
 }
@@ -118,6 +129,25 @@ func (t *podTrust) older(podUID string) bool {
 	return ok && r.Installed != nil && r.Installed.Ruleset.KeepOlder
 }
 
+// watchNested has the nested containers looked after in the pods that have opted in.
+func (t *podTrust) watchNested() {
+	pods := map[uint32]string{}
+	for _, e := range t.table.All() {
+		for _, r := range e.Records() {
+			if isNestedWanted(r) {
+				pods[uint32(e.ID.Ino)] = r.Pod.UID // the kernel's inodes of namespaces have 32 bits
+			}
+		}
+	}
+	t.nested.Watch(pods)
+}
+
+// isNestedWanted reports whether a pod has opted in. One that declines the CA has not: with the policy to inspect, the
+// TLS of all its nested containers is inspected, because their users say that these have the CA already.
+func isNestedWanted(r attach.Record) bool {
+	return r.State == attach.Captured && r.Pod.UID != "" && r.Trust.CA && r.Trust.Nested == attach.Inspect
+}
+
 // of describes the trust of the pod with these records.
 func (t *podTrust) of(records []attach.Record) attach.PodTrust {
 	for _, r := range records {
@@ -145,7 +175,36 @@ func (t *podTrust) ofRecord(r attach.Record) attach.PodTrust {
 	if r.Trust.CA {
 		d.State = string(t.State(r.Pod.UID).State)
 	}
+	if isNestedWanted(r) {
+		t.addNested(&d, r.Pod.UID)
+	}
 	return d
+}
+
+// maxTold bounds the nested containers that proxies are told of. The TLS of others is passed through.
+const maxTold = 256
+
+// addNested adds the states of nested containers. Those in the pod's own network cannot be told from the pod.
+func (t *podTrust) addNested(d *attach.PodTrust, podUID string) {
+	d.Containers = map[netip.Addr]string{}
+	containers, _ := t.nested.State(podUID)
+	for _, c := range containers {
+		if c.PodNetwork {
+			d.State = worse(d.State, string(c.State))
+			continue
+		}
+		for _, a := range c.Addresses {
+			if len(d.Containers) < maxTold {
+				d.Containers[a] = worse(cmp.Or(d.Containers[a], string(truststore.Trusted)), string(c.State))
+			}
+		}
+	}
+}
+
+// worse is the worse of two states.
+func worse(a, b string) string {
+	order := []string{string(truststore.Unknown), string(truststore.FilesOnly), string(truststore.Trusted)}
+	return order[min(max(slices.Index(order, a), 0), max(slices.Index(order, b), 0))]
 }
 
 // status adds the trust of an attachment's containers to its status.
@@ -173,27 +232,64 @@ func (t *podTrust) status(a *attach.AttachmentStatus) {
 			a.Notes = append(a.Notes, fmt.Sprintf("container %s, trust in the proxy's CA: %s", c.Name, c.Note))
 		}
 	}
+	if r.Trust.Nested == attach.Inspect {
+		t.nestedStatus(a, r.Pod.UID)
+	}
+}
+
+// nestedStatus adds the nested containers to the status of an attachment.
+func (t *podTrust) nestedStatus(a *attach.AttachmentStatus, podUID string) {
+	containers, problem := t.nested.State(podUID)
+	if problem != "" {
+		a.Notes = append(a.Notes, "TLS of nested containers is passed through: "+problem)
+	}
+	for _, c := range containers {
+		a.Nested = append(a.Nested, attach.ContainerTrust{Name: c.Name, Trust: string(c.State), Note: c.Note})
+		if c.Note != "" {
+			a.Notes = append(a.Notes, fmt.Sprintf("nested container %s, trust in the proxy's CA: %s", c.Name, c.Note))
+		}
+	}
 }
 
 // run serves the container runtime until ctx ends, and tells proxies and pods of changes until serving ends.
 func (t *podTrust) run(ctx, serving context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return t.Run(ctx) })
+	group.Go(func() error { return t.nested.Run(serving) })
 	group.Go(func() error {
-		check := time.NewTicker(checkInterval)
+		check, watch := time.NewTicker(checkInterval), time.NewTicker(watchInterval)
 		defer check.Stop()
+		defer watch.Stop()
+		changes := t.table.Changes()
 		for {
 			select {
 			case <-t.wake:
 				t.report()
 			case <-check.C:
 				t.Check()
+				t.watchNested() // a failure is tried again
+			case <-watch.C:
+				if now := t.table.Changes(); now != changes {
+					changes = now
+					t.watchNested()
+				}
 			case <-serving.Done():
 				return nil
 			}
 		}
 	})
 	return group.Wait()
+}
+
+// tellTime bounds the wait until a proxy knows that a container trusts the CA. The TLS of one that it does not know is
+// passed through.
+const tellTime = 100 * time.Millisecond
+
+// tell implements nested.Config.Tell.
+func (t *podTrust) tell() {
+	ctx, cancel := context.WithTimeout(context.Background(), tellTime)
+	defer cancel()
+	t.hub.Tell(ctx)
 }
 
 // noteChange implements trust.Config.Changed.
@@ -243,6 +339,7 @@ type trusting struct {
 
 // Serve implements endpoint.Acceptor.
 func (a trusting) Serve(ctx, accepting context.Context, g *gate.Gate) {
+	a.trust.watchNested()
 	if a.trust.Ready(accepting, a.pod.UID) == nil {
 		a.Acceptor.Serve(ctx, accepting, g)
 	}

@@ -58,6 +58,10 @@ var (
 	containers = describe("sluice_containers",
 		"Running containers that are to trust the proxy's CA, by how far they do: trusted, files-only or unknown.",
 		"trust")
+	nestedContainers = describe("sluice_nested_containers",
+		"Running containers that a Docker in a pod has started, in pods with the policy inspect for them, by how far "+
+			"they trust the proxy's CA: trusted, files-only or unknown.",
+		"trust")
 	runtimeConnected = describe("sluice_runtime_connected",
 		"1 while the container runtime asks sluice about new containers (NRI), 0 while they start without the proxy's "+
 			"CA. Absent as long as there is no CA.")
@@ -72,7 +76,7 @@ func (Metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		upstreamReady, attachments, waitingConnections, openConnections, expiredConnections, directConnections,
 		stoppedPackets, restoredRules, pluginContested, pluginUndone, uncapturedPods, enrolledPods,
-		podWaitingConnections, containers, runtimeConnected, proxies, proxyPods,
+		podWaitingConnections, containers, nestedContainers, runtimeConnected, proxies, proxyPods,
 	} {
 		ch <- d
 	}
@@ -106,6 +110,7 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 	gauges(attachments, sums.states)
 	gauges(podWaitingConnections, sums.waitingByPod)
 	gauges(containers, sums.containers)
+	gauges(nestedContainers, sums.nested)
 	gauges(proxies, sums.proxies)
 	gauges(proxyPods, sums.proxyPods)
 	send(waitingConnections, prometheus.GaugeValue, float64(sums.waiting))
@@ -130,13 +135,13 @@ func (m Metrics) Collect(ch chan<- prometheus.Metric) {
 type sums struct {
 	waiting, open                            int
 	states, waitingByPod, proxies, proxyPods map[string]int
-	containers                               map[string]int
+	containers, nested                       map[string]int
 }
 
 func (m Metrics) sum(up attach.UpstreamStatus) sums {
 	s := sums{
 		states: map[string]int{}, waitingByPod: map[string]int{},
-		proxies: map[string]int{}, proxyPods: map[string]int{}, containers: map[string]int{},
+		proxies: map[string]int{}, proxyPods: map[string]int{}, containers: map[string]int{}, nested: map[string]int{},
 	}
 	counted := map[string]bool{} // netns of which the containers are counted: a pod may have several attachments
 	for _, snapshot := range m.API.Table.Snapshots() {
@@ -147,6 +152,9 @@ func (m Metrics) sum(up attach.UpstreamStatus) sums {
 		if !counted[a.Netns] {
 			for _, c := range a.Containers {
 				s.containers[c.Trust]++
+			}
+			for _, c := range a.Nested {
+				s.nested[c.Trust]++
 			}
 		}
 		counted[a.Netns] = true

@@ -98,6 +98,28 @@ func (h *Hub) Refresh() {
 	h.wakeLocked()
 }
 
+// Tell is Refresh, and returns when the proxies have read the descriptions, or at the end of ctx.
+func (h *Hub) Tell(ctx context.Context) {
+	h.mu.Lock()
+	proxies := slices.Collect(maps.Keys(h.proxies))
+	h.mu.Unlock()
+	var reading []<-chan struct{}
+	for _, p := range proxies {
+		told := make(chan struct{})
+		select {
+		case p.asked <- told:
+			reading = append(reading, told)
+		case <-ctx.Done():
+		}
+	}
+	for _, told := range reading {
+		select {
+		case <-told:
+		case <-ctx.Done():
+		}
+	}
+}
+
 // currentOffers returns the offers by netns.
 func (h *Hub) currentOffers() map[string]*offer {
 	h.mu.Lock()

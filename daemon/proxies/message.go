@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 
 	"github.com/sluice-cni/sluice/daemon/unixsock"
@@ -59,6 +60,8 @@ type podDescription struct {
 	Trust     string            `json:"trust,omitempty"`
 	TLS       attach.TLSPolicy  `json:"tls,omitempty"`
 	Nested    attach.TLSPolicy  `json:"nested,omitempty"`
+	// Containers are the states of nested containers by address, if these are given the CA.
+	Containers map[netip.Addr]string `json:"containers,omitzero"`
 }
 
 type listener struct {

@@ -28,7 +28,10 @@ func (o *offer) describe(keys []string, labels map[string]string) *podDescriptio
 	trust := o.trust()
 	d := podDescription{
 		Namespace: o.pod.Namespace, Name: o.pod.Name, UID: o.pod.UID, IPs: []string{},
-		Trust: trust.State, TLS: trust.TLS, Nested: trust.Nested,
+		Trust: trust.State, TLS: trust.TLS, Nested: trust.Nested, Containers: trust.Containers,
+	}
+	if d.Containers != nil {
+		d.Nested = attach.Pass // for a proxy that does not know the states of containers
 	}
 	for _, ip := range o.ips() {
 		d.IPs = append(d.IPs, ip.String())

@@ -37,6 +37,8 @@ type proxy struct {
 	hub  *Hub
 	conn *net.UnixConn
 	wake chan struct{} // receives when the offers or the listeners held may differ
+	// asked receives channels to be closed when the proxy has read the descriptions of pods as they are then.
+	asked chan chan<- struct{}
 
 	labels []string // of pods, for which the proxy has asked; set by greet, read by the same goroutine
 
@@ -49,6 +51,9 @@ type proxy struct {
 	pinged      time.Time // when the ping was sent that it has not answered; zero if it has answered
 	connections int
 	held        map[string]*held // by netns
+	// acks are closed with the answers to the pings that were sent, in their order; nil for one that is only a
+	// ping.
+	acks []chan<- struct{}
 }
 
 // held is the listeners of one pod that a proxy has.
@@ -64,7 +69,10 @@ type held struct {
 }
 
 func newProxy(h *Hub, conn *net.UnixConn) *proxy {
-	return &proxy{hub: h, conn: conn, wake: make(chan struct{}, 1), since: time.Now(), held: map[string]*held{}}
+	return &proxy{
+		hub: h, conn: conn, wake: make(chan struct{}, 1), since: time.Now(), held: map[string]*held{},
+		asked: make(chan chan<- struct{}),
+	}
 }
 
 func (p *proxy) wakeUp() {
@@ -245,6 +253,12 @@ func (p *proxy) recordState(m message) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.pinged, p.hangs, p.connections = time.Time{}, false, m.Connections
+	if len(p.acks) > 0 {
+		if p.acks[0] != nil {
+			close(p.acks[0])
+		}
+		p.acks = p.acks[1:]
+	}
 }
 
 func (p *proxy) recordDetached(id string) error {
@@ -279,6 +293,10 @@ func (p *proxy) sendAll(ctx context.Context) error {
 		select {
 		case <-p.wake:
 			changed = true
+		case told := <-p.asked:
+			if err := errors.Join(p.tell(), p.pingFor(told)); err != nil {
+				return err
+			}
 		case <-describe.C: // labels and policies change without a wake
 			changed = true
 		case <-tick.C:
@@ -301,6 +319,14 @@ func (p *proxy) ping() error {
 	if !due {
 		return nil
 	}
+	return p.pingFor(nil)
+}
+
+// pingFor sends a ping, and has a channel closed when the proxy has answered it: it reads messages in their order.
+func (p *proxy) pingFor(answered chan<- struct{}) error {
+	p.mu.Lock()
+	p.acks = append(p.acks, answered)
+	p.mu.Unlock()
 	return p.send(message{Kind: kindPing}, nil)
 }
 

@@ -171,6 +171,9 @@ func (s *Server) request(c captured.Conn) upstream.Request {
 	}
 	if !c.Inbound {
 		r.Nested = !c.Source.Addr().IsLoopback() && !slices.Contains(s.Addresses(), c.Source.Addr())
+		if r.Nested {
+			r.Container = r.Trust.Container(c.Source.Addr())
+		}
 		r.Source = podAddress(s.IPs, c.Source)
 	}
 	return r

@@ -68,7 +68,7 @@ func (t *Trust) hook(containerID string, has map[string]string) *api.Hook {
 		Args: append([]string{
 			t.config.Hook, hookCommand, "--ca", t.files.caPEM(), "--report", t.files.report(containerID),
 			"--bundle", BundlePath,
-		}, namedArgs(namedStores(has))...),
+		}, namedArgs(NamedStores(has))...),
 		Env:     []string{"GOMAXPROCS=1"}, // a start with more threads costs more than they gain
 		Timeout: api.Int(hookSeconds),
 	}
@@ -108,8 +108,8 @@ var naming = []string{
 // maxNamed bounds the stores that a container can name.
 const maxNamed = 16
 
-// namedStores returns the paths that a container's own variables name. Those of ours lead to the mount.
-func namedStores(has map[string]string) []string {
+// NamedStores returns the paths that a container's own variables name. Those of ours lead to the mount.
+func NamedStores(has map[string]string) []string {
 	var paths []string
 	for _, name := range naming {
 		values := []string{has[name]}

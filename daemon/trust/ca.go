@@ -33,6 +33,9 @@ const (
 	BundlePath = MountPath + "/roots/bundle.crt"
 )
 
+// CAName is the name of the file in Config.Dir that has the CA in PEM.
+const CAName = "ca.pem"
+
 // ca is the CA as it is now. Its zero value is no CA.
 type ca struct {
 	fingerprints string // of the certificates, joined
@@ -73,7 +76,7 @@ func newCAFiles(source, dir string, log *slog.Logger) *caFiles {
 	return &caFiles{source: source, dir: dir, roots: truststore.MachineBundles, log: log}
 }
 
-func (f *caFiles) caPEM() string   { return filepath.Join(f.dir, "ca.pem") }
+func (f *caFiles) caPEM() string   { return filepath.Join(f.dir, CAName) }
 func (f *caFiles) folder() string  { return filepath.Join(f.dir, "files") }
 func (f *caFiles) reports() string { return filepath.Join(f.dir, "reports") }
 func (f *caFiles) report(containerID string) string {
@@ -277,5 +280,8 @@ func (t *Trust) updateCA() {
 		return
 	}
 	t.config.Log.Info("the proxy's CA has changed", "fingerprints", now.fingerprints)
+	if t.config.CAChanged != nil {
+		t.config.CAChanged()
+	}
 	t.Check()
 }

@@ -40,7 +40,7 @@ func (t *Trust) newContainer(podUID string, c *api.Container) *container {
 	return &container{
 		id: c.GetId(), name: c.GetName(), pod: podUID, pid: int(c.GetPid()),
 		mounted:  mounted != nil && mounted.GetSource() == t.files.folder(),
-		equipped: equipped, named: namedStores(has),
+		equipped: equipped, named: NamedStores(has),
 		state: truststore.Unknown, note: "not looked at yet",
 	}
 }
@@ -273,7 +273,7 @@ func (t *Trust) outcome(c *container, current ca) (o outcome, ok bool) {
 	if err != nil || report.Error != "" || joined(report.CA) != current.fingerprints {
 		return outcome{}, false
 	}
-	o = outcome{state: report.State, note: noteOf(report)}
+	o = outcome{state: report.State, note: NoteOf(report)}
 	o.changing = slices.ContainsFunc(report.Stores, func(s truststore.Store) bool { return s.Changing })
 	switch {
 	case report.Late:
@@ -293,8 +293,8 @@ const maxNotes = 3
 // maxNote bounds the note of a store, in bytes: its path is the container's to choose.
 const maxNote = 300
 
-// noteOf names the stores that have failed, and the search that did not end.
-func noteOf(report truststore.Report) string {
+// NoteOf names the stores that have failed, and the search that did not end.
+func NoteOf(report truststore.Report) string {
 	var notes []string
 	for _, s := range report.Stores {
 		if s.Action == truststore.Failed && s.Kind != truststore.Anchor {

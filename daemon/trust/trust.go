@@ -85,7 +85,9 @@ type Config struct {
 	// Changed, if it is not nil, is called after the state of a container in a pod may have changed. It must not
 	// block.
 	Changed func(podUID string)
-	Log     *slog.Logger
+	// CAChanged, if it is not nil, is called after the CA has changed. It must not block.
+	CAChanged func()
+	Log       *slog.Logger
 }
 
 // Container is the state of a container that runs.

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/plugin/attach"
+	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
 const (
@@ -76,6 +77,7 @@ func connectRequest(req Request, secret string) string {
 		{"Sluice-Trust", req.Trust.State},
 		{"Sluice-TLS", string(tlsPolicy(req))},
 		{"Sluice-Nested", nested(req)},
+		{"Sluice-Container-Trust", req.Container},
 	} {
 		if h.value != "" {
 			fmt.Fprintf(&b, "%s: %s\r\n", h.name, h.value)
@@ -102,10 +104,14 @@ func direction(req Request) string {
 
 // tlsPolicy is the policy for the sender's TLS.
 func tlsPolicy(req Request) attach.TLSPolicy {
-	if req.Nested {
+	switch {
+	case !req.Nested:
+		return req.Trust.TLS
+	case req.Container != "" && req.Container != string(truststore.Trusted):
+		return attach.Pass
+	default:
 		return req.Trust.Nested
 	}
-	return req.Trust.TLS
 }
 
 func nested(req Request) string {

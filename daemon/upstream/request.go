@@ -43,6 +43,8 @@ type Request struct {
 	// Trust is that of the pod. Nested marks a connection of a container that a Docker in the pod started.
 	Trust  attach.PodTrust
 	Nested bool
+	// Container is the state of the nested container, or empty if the pod has not opted in.
+	Container string
 }
 
 // HalfClose reports whether the upstream's protocol carries the end of one direction alone.

@@ -152,11 +152,16 @@ class Listener:
 
     def facts(self, node: str, peer: str) -> Facts:
         nested = self.direction != "inbound" and is_nested(peer, self.pod["ips"])
-        return facts_of(self.pod, self.direction, node, nested)
+        containers = self.pod.get("containers")
+        container = containers.get(peer, "unknown") if nested and containers is not None else ""
+        return facts_of(self.pod, self.direction, node, nested, container)
 
 
-def facts_of(pod: dict[str, Any], direction: str, node: str, nested: bool = False) -> Facts:
-    """Returns the metadata of the flows of a pod."""
+def facts_of(pod: dict[str, Any], direction: str, node: str, nested: bool = False, container: str = "") -> Facts:
+    """Returns the metadata of the flows of a pod.
+
+    container is the state of trust of a nested container, if sluiced gives it the CA.
+    """
     facts = {
         "sluice.pod": f"{pod['namespace']}/{pod['name']}",
         "sluice.namespace": pod["namespace"],
@@ -173,6 +178,10 @@ def facts_of(pod: dict[str, Any], direction: str, node: str, nested: bool = Fals
         policy = pod.get("tls", "pass")
         facts["sluice.trust"] = pod["trust"]
         facts["sluice.tls"] = pod.get("nested", policy) if nested else policy
+        if container:
+            # As with the pod's own containers: inspected if it trusts the CA, until a client refuses a certificate.
+            facts["sluice.container_trust"] = container
+            facts["sluice.tls"] = "pass"
     return facts
 
 
@@ -190,9 +199,13 @@ def reason_to_pass(facts: Facts, in_zones: bool) -> str:
         return ""
     if facts["sluice.direction"] == "inbound":
         return "inbound"  # the client is not the pod, whose trust says nothing about it
-    if "sluice.nested" in facts:
+    if "sluice.container_trust" in facts:
+        container = facts["sluice.container_trust"]
+        if container != "trusted":
+            return f"nested, trust {container}"
+    elif "sluice.nested" in facts:
         return "nested"
-    if facts["sluice.trust"] != "trusted":
+    elif facts["sluice.trust"] != "trusted":
         return f"trust {facts['sluice.trust']}"
     return "" if in_zones else "not in the zones of the CA"
 
@@ -244,6 +257,8 @@ class Listeners:
         for listener in self._all():
             if listener.pod.get("trust"):  # an older sluiced does not know it
                 listener.pod = {**listener.pod, "trust": "unknown"}
+            if "containers" in listener.pod:
+                listener.pod = {**listener.pod, "containers": {}}
 
     def close(self) -> None:
         for id in list(self.held):
@@ -344,6 +359,8 @@ class Session:
         facts = listener.facts(self.node, peer)
         if self.silent and "sluice.trust" in facts:  # it may have changed meanwhile
             facts["sluice.trust"] = "unknown"
+            if "sluice.container_trust" in facts:
+                facts["sluice.container_trust"] = "unknown"
         return facts
 
     async def run(self) -> None:
@@ -1191,7 +1208,10 @@ class Sluice:
 
     def http_connect(self, flow: Any) -> None:
         """Reads the pod's name from the headers of a CONNECT request of a sluiced that relays, and removes them."""
-        names = ("Secret", "Pod-Namespace", "Pod-Name", "Pod-UID", "Source", "Direction", "Trust", "TLS", "Nested")
+        names = (
+            "Secret", "Pod-Namespace", "Pod-Name", "Pod-UID", "Source", "Direction", "Trust", "TLS", "Nested",
+            "Container-Trust",
+        )
         headers = {name: flow.request.headers.pop(f"Sluice-{name}", "") for name in names}
         client = flow.client_conn
         if headers["Pod-Name"] and self.knows(headers["Secret"]):
@@ -1199,7 +1219,8 @@ class Sluice:
             if headers["Trust"]:
                 policy = headers["TLS"] or "pass"  # that of nested containers, if it is one
                 pod.update({"trust": headers["Trust"], "tls": policy, "nested": policy})
-            facts = facts_of(pod, headers["Direction"] or "outbound", "", headers["Nested"] == "true")
+            nested = headers["Nested"] == "true"
+            facts = facts_of(pod, headers["Direction"] or "outbound", "", nested, headers["Container-Trust"])
             if headers["Source"]:
                 facts["sluice.source"] = headers["Source"]
             client.sluice_facts = facts

@@ -43,7 +43,7 @@ func Build(race bool) (dir string, err error) {
 	if race {
 		folder = "race"
 	}
-	return build(folder, func(name string, cmd *exec.Cmd) {
+	return build(folder, programs, func(name string, cmd *exec.Cmd) {
 		if race && name == "sluiced" {
 			cmd.Args = append(cmd.Args, "-race")
 		}
@@ -52,16 +52,44 @@ func Build(race bool) (dir string, err error) {
 
 // BuildReleased builds the binaries as they are released and returns their folder.
 func BuildReleased() (dir string, err error) {
-	return build("release", func(_ string, cmd *exec.Cmd) {
+	return build("release", programs, func(_ string, cmd *exec.Cmd) {
 		cmd.Args = append(cmd.Args, "-trimpath", "-ldflags", "-s -w")
 		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	})
 }
 
-// build builds into bin/testing/<folder>, which all packages and runs share: a build that is up to date takes moments.
-// Test binaries that run at the same time build one after the other, by a file lock. Nothing disturbs a program that
-// runs from there: go build removes a binary before it writes it anew.
-func build(folder string, adjust func(name string, cmd *exec.Cmd)) (dir string, err error) {
+// Static builds a program of this repository that runs in any container, and returns its path. pkg is the folder of its
+// package: "./integration/clients/try".
+func Static(tb TB, pkg string) string {
+	tb.Helper()
+	name := filepath.Base(pkg)
+	dir, err := build("static", map[string]string{name: pkg}, func(_ string, cmd *exec.Cmd) {
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	})
+	if err != nil {
+		tb.Fatalf("a program for containers: %v", err)
+	}
+	return filepath.Join(dir, name)
+}
+
+// Tool is the path of a development tool, which the Makefile builds into bin/tools.
+func Tool(tb TB, name string) string {
+	tb.Helper()
+	root, err := moduleRoot()
+	path := filepath.Join(root, "bin", "tools", name)
+	if err == nil {
+		_, err = os.Stat(path)
+	}
+	if err != nil {
+		tb.Fatalf("make bin/tools/%s builds this tool: %v", name, err)
+	}
+	return path
+}
+
+// build builds programs, by name, into bin/testing/<folder>, which all packages and runs share: a build that is up to
+// date takes moments. Test binaries that run at the same time build one after the other, by a file lock. Nothing
+// disturbs a program that runs from there: go build removes a binary before it writes it anew.
+func build(folder string, programs map[string]string, adjust func(name string, cmd *exec.Cmd)) (dir string, err error) {
 	root, err := moduleRoot()
 	if err != nil {
 		return "", err

@@ -16,6 +16,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -73,7 +75,7 @@ func (p *Pod) PrepareDocker() []string {
 	if os.Getenv(inUserNS) != "" {
 		p.tb.Fatalf("dockerd needs root: run this test as root")
 	}
-	cgroup := "/" + p.Host.Name
+	cgroup := p.Cgroup()
 	args := []string{
 		"--host", "unix://" + p.dockerSocket(), "--data-root", filepath.Join(p.DockerDir(), "data"),
 		"--exec-root", "/run/docker", "--pidfile", "/run/docker.pid",
@@ -87,12 +89,24 @@ func (p *Pod) PrepareDocker() []string {
 	// dockerd sets the policy of FORWARD to DROP only if it turns forwarding on.
 	p.Exec("sysctl", "-qw", "net.ipv4.ip_forward=0")
 	p.PrepareBridges()
-	p.tb.Cleanup(func() {
-		if err := removeCgroups(cgroup); err != nil {
-			p.tb.Fatalf("%v", err)
-		}
-	})
 	return args
+}
+
+// Cgroup returns the name of the pod's cgroup. It is removed when the test ends.
+func (p *Pod) Cgroup() string {
+	p.tb.Helper()
+	cgroup := "/" + p.Host.Name
+	p.tb.Cleanup(func() {
+		// The first thread of a killed dockerd is gone before the others are, on a machine under load for long.
+		Eventually(p.tb, "the processes of "+p.String()+" have left its cgroup", func() bool {
+			err := removeCgroups(cgroup)
+			if err != nil && !errors.Is(err, unix.EBUSY) {
+				p.tb.Fatalf("%v", err)
+			}
+			return err == nil
+		})
+	})
+	return cgroup
 }
 
 // ConnectDocker waits until a dockerd with the arguments of PrepareDocker answers, and calls check meanwhile.
@@ -141,19 +155,65 @@ func linkTools(dir, variant string) error {
 	return nil
 }
 
-// removeCgroups removes a cgroup and those in it from all hierarchies. Their processes have ended.
+// removeCgroups removes a cgroup and those in it from all hierarchies. It fails with EBUSY while they have processes.
 func removeCgroups(name string) error {
-	mounts, err := os.ReadFile("/proc/self/mounts")
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for line := range strings.Lines(string(mounts)) {
-		if w := strings.Fields(line); len(w) > 2 && (w[2] == "cgroup" || w[2] == "cgroup2") {
-			errs = append(errs, removeCgroup(filepath.Join(w[1], name)))
-		}
+	roots, err := hierarchies()
+	errs := []error{err}
+	for _, root := range roots {
+		errs = append(errs, removeCgroup(filepath.Join(root, name)))
 	}
 	return errors.Join(errs...)
+}
+
+// hierarchies are the folders in which the hierarchies of cgroups are mounted.
+func hierarchies() (roots []string, err error) {
+	mounts, err := os.ReadFile("/proc/self/mounts")
+	if err != nil {
+		return nil, err
+	}
+	for line := range strings.Lines(string(mounts)) {
+		if w := strings.Fields(line); len(w) > 2 && (w[2] == "cgroup" || w[2] == "cgroup2") {
+			roots = append(roots, w[1])
+		}
+	}
+	return roots, nil
+}
+
+// Processes returns the processes of a pod that is prepared for a Docker: dockerd, those that it has started, and those
+// of its containers.
+func (p *Pod) Processes() (pids []int) {
+	p.tb.Helper()
+	roots, err := hierarchies()
+	if err != nil {
+		p.tb.Fatalf("the processes of %s: %v", p, err)
+	}
+	for _, root := range roots {
+		err := filepath.WalkDir(filepath.Join(root, p.Host.Name), func(dir string, e fs.DirEntry, err error) error {
+			if errors.Is(err, fs.ErrNotExist) || err == nil && !e.IsDir() {
+				return nil // a container that has ended is gone, and so may be the pod in this hierarchy
+			}
+			if err != nil {
+				return err
+			}
+			procs, err := os.ReadFile(filepath.Join(dir, "cgroup.procs"))
+			if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENODEV) {
+				return err
+			}
+			for line := range strings.Lines(string(procs)) {
+				pid, err := strconv.Atoi(strings.TrimSpace(line))
+				if err != nil {
+					return err
+				}
+				pids = append(pids, pid)
+			}
+			return nil
+		})
+		if err != nil {
+			p.tb.Fatalf("the processes of %s: %v", p, err)
+		}
+	}
+	slices.Sort(pids)
+	return slices.Compact(pids)
 }
 
 // removeCgroup removes from the leaves up. The kernel removes the files.
@@ -169,6 +229,13 @@ func removeCgroup(dir string) error {
 		}
 	}
 	return errors.Join(append(errs, unix.Rmdir(dir))...)
+}
+
+// Command is a command of Docker's client, of the version of this dockerd.
+func (d *Docker) Command(args ...string) *exec.Cmd {
+	cmd := exec.Command("/usr/bin/docker", append([]string{"--host", "unix://" + d.pod.dockerSocket()}, args...)...)
+	cmd.Env = append(os.Environ(), "DOCKER_CONFIG="+d.pod.DockerDir()) // nothing of the user's own
+	return cmd
 }
 
 // CreateNetwork creates a user-defined bridge network with these subnets.
@@ -266,6 +333,27 @@ func (d *Docker) RunToEnd(image, network string, command ...string) (output stri
 		d.pod.tb.Fatalf("docker: %v", err)
 	}
 	return string(answer), ended.StatusCode
+}
+
+// RunImage runs a command in a container of an image until the test ends.
+func (d *Docker) RunImage(image, network string, command ...string) *Container {
+	d.pod.tb.Helper()
+	var created struct{ ID string }
+	d.decode(d.post("/containers/create", map[string]any{
+		"Image": image, "Cmd": command, "HostConfig": map[string]any{"NetworkMode": network},
+	}), &created)
+	d.post("/containers/"+created.ID+"/start", nil)
+	return &Container{ID: created.ID}
+}
+
+// Save returns an image as docker save does: an archive with the layers.
+func (d *Docker) Save(image string) []byte {
+	d.pod.tb.Helper()
+	answer, err := d.call(http.MethodGet, "/images/"+image+"/get", nil)
+	if err != nil {
+		d.pod.tb.Fatalf("docker: %v", err)
+	}
+	return answer
 }
 
 // Build builds an image whose only step runs a command of busybox in the network, and returns the output.

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/integration/clients"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
@@ -102,8 +103,8 @@ func (c *container) addGo() {
 	c.t.Helper()
 	self, err := os.ReadFile("/proc/self/exe")
 	c.must(err)
-	c.write(goFile, string(self))
-	c.must(os.Chmod(filepath.Join(c.root, goFile), 0o755))
+	c.write(clients.GoFile, string(self))
+	c.must(os.Chmod(filepath.Join(c.root, clients.GoFile), 0o755))
 }
 
 // hook runs the hook as a runtime does, and returns its report.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 
+	"github.com/sluice-cni/sluice/integration/clients"
 	"github.com/sluice-cni/sluice/integration/oci"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/truststore"
@@ -48,7 +49,7 @@ func TestRestricted(t *testing.T) {
 			if test.userNamespaced {
 				prepare = oci.NewInUserNamespace
 			}
-			c := addBinary(t, prepare(t, oci.Machine(t), goFile, idleCommand))
+			c := addBinary(t, prepare(t, oci.Machine(t), clients.GoFile, idleCommand))
 			c.Spec.Root.Readonly = test.readOnly
 			if test.user {
 				c.SetUser(1000)
@@ -121,7 +122,7 @@ func TestRepairInUserNamespace(t *testing.T) {
 	ca := newAuthority(t)
 	sluiced := newSluiced(t, ca)
 	start := func(readOnly bool) *oci.Container {
-		c := addBinary(t, oci.NewInUserNamespace(t, oci.Machine(t), goFile, idleCommand))
+		c := addBinary(t, oci.NewInUserNamespace(t, oci.Machine(t), clients.GoFile, idleCommand))
 		c.Spec.Root.Readonly = readOnly
 		adjust(sluiced, c, modes[2]) // the environment, without the hook
 		c.Start()
@@ -146,9 +147,9 @@ func TestRepairInUserNamespace(t *testing.T) {
 // wantTrust fails unless all clients that a container has trust the CA.
 func wantTrust(t *testing.T, c *oci.Container, ca authority) {
 	t.Helper()
-	for _, client := range present(t, c) {
+	for _, client := range clients.In(c.Root) {
 		if got := ca.get(t, c, client); !got.ok {
-			t.Errorf("%s does not trust the CA: %s", client.name, lastLines(got.output))
+			t.Errorf("%s does not trust the CA: %s", client.Name, lastLines(got.output))
 		}
 	}
 }
@@ -189,12 +190,12 @@ func TestMitmproxy(t *testing.T) {
 	adjust(sluiced, with, modes[0])
 	with.Start()
 	without.Start()
-	for _, client := range present(t, with) {
-		if out, ok := client.try(with.Exec, ca.url); !ok {
-			t.Errorf("%s does not trust the CA: %s", client.name, lastLines(out))
+	for _, client := range clients.In(with.Root) {
+		if out, ok := client.Try(with.Exec, ca.url); !ok {
+			t.Errorf("%s does not trust the CA: %s", client.Name, lastLines(out))
 		}
-		if out, ok := client.try(without.Exec, ca.url); ok {
-			t.Errorf("%s trusts the CA though nothing is added: %s", client.name, out)
+		if out, ok := client.Try(without.Exec, ca.url); ok {
+			t.Errorf("%s trusts the CA though nothing is added: %s", client.Name, out)
 		}
 	}
 }

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/integration/clients"
 	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/truststore"
@@ -153,24 +154,22 @@ func TestOtherLayouts(t *testing.T) {
 			if strings.HasPrefix(place.bundle, "/var") { // SUSE links to it
 				c.must(os.Symlink("../../"+place.bundle, filepath.Join(c.root, "/etc/ssl/ca-bundle.pem")))
 			}
-			present := []client{
-				goGet,
-				{name: "openssl, a bundle", input: request,
-					args: sClient("-no-CApath", "-no-CAstore", "-CAfile", place.bundle)},
-				{name: "openssl, a directory", input: request,
-					args: sClient("-no-CAfile", "-no-CAstore", "-CApath", place.directory)},
+			present := []clients.Client{
+				clients.Go,
+				clients.OpenSSL("openssl, a bundle", "-no-CApath", "-no-CAstore", "-CAfile", place.bundle),
+				clients.OpenSSL("openssl, a directory", "-no-CAfile", "-no-CAstore", "-CApath", place.directory),
 			}
 			for _, client := range present {
-				if out, ok := client.try(c.exec, ca.url); ok {
-					t.Errorf("%s trusts the CA before the hook: %s", client.name, out)
+				if out, ok := client.Try(c.exec, ca.url); ok {
+					t.Errorf("%s trusts the CA before the hook: %s", client.Name, out)
 				}
 			}
 			if report := c.hook(ca.pem); report.State != truststore.Trusted {
 				t.Errorf("got %+v", report)
 			}
 			for _, client := range present {
-				if out, ok := client.try(c.exec, ca.url); !ok {
-					t.Errorf("%s does not trust the CA: %s", client.name, out)
+				if out, ok := client.Try(c.exec, ca.url); !ok {
+					t.Errorf("%s does not trust the CA: %s", client.Name, out)
 				}
 			}
 		})

@@ -7,14 +7,15 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/sluice-cni/sluice/integration/clients"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
 // TestMain runs the tests in a mount and a network namespace of their own. In a container the process is a client, or
 // the first process, instead.
 func TestMain(m *testing.M) {
-	if len(os.Args) == 3 && os.Args[1] == goCommand {
-		os.Exit(goClient(os.Args[2]))
+	if len(os.Args) == 3 && os.Args[1] == clients.GetCommand {
+		os.Exit(clients.Get(os.Args[2]))
 	}
 	if len(os.Args) == 2 && os.Args[1] == idleCommand {
 		idle()

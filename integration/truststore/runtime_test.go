@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/integration/clients"
 	"github.com/sluice-cni/sluice/integration/oci"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
@@ -60,7 +61,7 @@ func newSluiced(t *testing.T, ca authority) *oci.Sluiced {
 // newIdle prepares a container with the test binary in it, whose first process does nothing.
 func newIdle(t *testing.T, image oci.Image) *oci.Container {
 	t.Helper()
-	return addBinary(t, oci.New(t, image, goFile, idleCommand))
+	return addBinary(t, oci.New(t, image, clients.GoFile, idleCommand))
 }
 
 // addBinary adds the test binary to a container.
@@ -70,20 +71,6 @@ func addBinary(t *testing.T, c *oci.Container) *oci.Container {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c.Bind(self, goFile)
+	c.Bind(self, clients.GoFile)
 	return c
-}
-
-// present are the clients that a container can run.
-func present(t *testing.T, c *oci.Container) []client {
-	t.Helper()
-	var found []client
-	for _, client := range clients {
-		if _, err := os.Lstat(filepath.Join(c.Root, client.needs)); err == nil {
-			found = append(found, client)
-		} else {
-			t.Logf("not in this image: %s", client.name)
-		}
-	}
-	return found
 }

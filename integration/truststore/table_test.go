@@ -11,6 +11,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/sluice-cni/sluice/integration/clients"
 	"github.com/sluice-cni/sluice/integration/docs/page"
 	"github.com/sluice-cni/sluice/integration/oci"
 	"github.com/sluice-cni/sluice/plugin/truststore"
@@ -118,16 +119,16 @@ func (tb *table) markdown() string {
 		fmt.Fprintf(&out, " %s |", i.name)
 	}
 	fmt.Fprintf(&out, " %s |\n|%s\n", alertsColumn, strings.Repeat(" --- |", len(images)+2))
-	for _, c := range clients {
-		fmt.Fprintf(&out, "| %s |", c.name)
+	for _, c := range clients.All {
+		fmt.Fprintf(&out, "| %s |", c.Name)
 		for _, i := range images {
 			cell := absent
-			if o, ok := tb.outcomes[[2]string{c.name, i.name}]; ok {
+			if o, ok := tb.outcomes[[2]string{c.Name, i.name}]; ok {
 				cell = o.cell()
 			}
 			fmt.Fprintf(&out, " %s |", cell)
 		}
-		fmt.Fprintf(&out, " %s |\n", map[bool]string{true: "no", false: "yes"}[tb.silent[c.name]])
+		fmt.Fprintf(&out, " %s |\n", map[bool]string{true: "no", false: "yes"}[tb.silent[c.Name]])
 	}
 	return out.String()
 }
@@ -147,15 +148,15 @@ func (tb *table) run(t *testing.T, i image, made oci.Image) {
 		if m.hook && report.State != truststore.Trusted {
 			t.Errorf("%s: the state is %s", m.name, report.State)
 		}
-		for _, client := range present(t, c) {
+		for _, client := range clients.In(c.Root) {
 			got := ca.get(t, c, client)
 			switch {
 			case got.ok:
-				tb.record(client.name, i.name, number)
+				tb.record(client.Name, i.name, number)
 			case m == modes[0]:
-				t.Errorf("%s does not trust the CA: %s", client.name, lastLines(got.output))
+				t.Errorf("%s does not trust the CA: %s", client.Name, lastLines(got.output))
 			default:
-				t.Logf("%s alone: %s does not trust the CA: %s", m.name, client.name, lastLines(got.output))
+				t.Logf("%s alone: %s does not trust the CA: %s", m.name, client.Name, lastLines(got.output))
 			}
 		}
 	}
@@ -166,12 +167,12 @@ func (tb *table) refuse(t *testing.T, i image, made oci.Image, ca authority) {
 	t.Helper()
 	c := newIdle(t, made)
 	c.Start()
-	for _, client := range present(t, c) {
+	for _, client := range clients.In(c.Root) {
 		got := ca.get(t, c, client)
 		if got.ok {
-			t.Errorf("%s trusts the CA though nothing is added: %s", client.name, got.output)
+			t.Errorf("%s trusts the CA though nothing is added: %s", client.Name, got.output)
 		}
-		tb.begin(client.name, i.name, !got.refused && !i.bare)
+		tb.begin(client.Name, i.name, !got.refused && !i.bare)
 	}
 }
 
@@ -184,10 +185,10 @@ type attempt struct {
 }
 
 // get lets a client get something from the authority's server.
-func (a authority) get(t *testing.T, c *oci.Container, client client) attempt {
+func (a authority) get(t *testing.T, c *oci.Container, client clients.Client) attempt {
 	t.Helper()
 	before := a.refusals.count(t)
-	out, ok := client.try(c.Exec, a.url)
+	out, ok := client.Try(c.Exec, a.url)
 	return attempt{ok: ok, refused: a.refusals.count(t) > before, output: out}
 }
 
@@ -256,8 +257,8 @@ func TestManual(t *testing.T) {
 			}
 		}
 	}
-	for _, c := range clients {
-		want = append(want, c.name)
+	for _, c := range clients.All {
+		want = append(want, c.Name)
 	}
 	if !slices.Equal(named, want) {
 		t.Errorf("the table has the clients %q, want %q", named, want)

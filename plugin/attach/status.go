@@ -101,6 +101,8 @@ type AttachmentStatus struct {
 	Trust string `json:"trust,omitempty"`
 	// Containers are the running containers of the pod, if Trust is not empty.
 	Containers []ContainerTrust `json:"containers,omitempty"`
+	// Nested are the containers that a Docker in the pod has started, if they are given the CA.
+	Nested []ContainerTrust `json:"nested,omitempty"`
 	// Stopped is how many packets were stopped, by cause: pod, nested, packet, quic or other.
 	Stopped map[string]uint64 `json:"stopped,omitempty"`
 	// Notes name shortcomings, such as no SYN gate or a listener that cannot be opened.

@@ -72,6 +72,9 @@ func (r *run) updateDirectory(dir *os.File, files []string) (Action, error) {
 	if err != nil {
 		return Failed, err
 	}
+	if r.options.Bind != nil {
+		return r.bindOverDirectory(dir, info.Mnt_id)
+	}
 	writeErr := r.root.checkOwn(info, dir.Name())
 	if writeErr == nil {
 		writeErr = r.writeDirectory(dir, files)
@@ -81,6 +84,17 @@ func (r *run) updateDirectory(dir *os.File, files []string) (Action, error) {
 	}
 	if err := r.mountOverDirectory(dir); err != nil {
 		return Failed, errors.Join(writeErr, fmt.Errorf("mounting over %s: %w", dir.Name(), err))
+	}
+	return Bound, nil
+}
+
+// bindOverDirectory mounts a copy over a directory that is not to be written.
+func (r *run) bindOverDirectory(dir *os.File, mount uint64) (Action, error) {
+	if err := r.root.refuseShared(mount, dir.Name()); err != nil {
+		return Failed, err
+	}
+	if err := r.mountOverDirectory(dir); err != nil {
+		return Failed, fmt.Errorf("mounting over %s: %w", dir.Name(), err)
 	}
 	return Bound, nil
 }
@@ -270,7 +284,9 @@ func newTmpfs() (*os.File, error) {
 		return nil, fmt.Errorf("opening a tmpfs: %w", err)
 	}
 	defer func() { _ = unix.Close(config) }() // the mount keeps the file system
-	for key, value := range map[string]string{"size": strconv.Itoa(2 * maxCopied), "mode": "0755"} {
+	for key, value := range map[string]string{
+		"source": MountSource, "size": strconv.Itoa(2 * maxCopied), "mode": "0755",
+	} {
 		if err := unix.FsconfigSetString(config, key, value); err != nil {
 			return nil, fmt.Errorf("setting %s of a tmpfs: %w", key, err)
 		}

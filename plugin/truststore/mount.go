@@ -90,19 +90,24 @@ func (r *root) mountFile(f *os.File, p *place) error {
 	if err := r.unmountOurs(p); err != nil {
 		return err
 	}
-	target, err := openNoFollow(p.dir, p.name, unix.O_PATH)
-	if err != nil {
-		return err
-	}
-	defer func() { _ = target.Close() }() // a descriptor that was only looked through
 	tree, err := unix.OpenTree(int(f.Fd()), "", unix.AT_EMPTY_PATH|unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
 	if err != nil {
 		return &fs.PathError{Op: "open_tree", Path: f.Name(), Err: err}
 	}
 	mount := os.NewFile(uintptr(tree), f.Name())
 	defer func() { _ = mount.Close() }() // attached or given up
+	return r.mountAt(mount, p)
+}
+
+// mountAt moves a mount that has no place yet over the file at a place.
+func (r *root) mountAt(mount *os.File, p *place) error {
+	target, err := openNoFollow(p.dir, p.name, unix.O_PATH)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = target.Close() }() // a descriptor that was only looked through
 	attr := unix.MountAttr{Attr_set: mountFlags}
-	if err := unix.MountSetattr(tree, "", unix.AT_EMPTY_PATH, &attr); err != nil {
+	if err := unix.MountSetattr(int(mount.Fd()), "", unix.AT_EMPTY_PATH, &attr); err != nil {
 		return &fs.PathError{Op: "mount_setattr", Path: p.path, Err: err}
 	}
 	return attach(mount, target)

@@ -22,6 +22,12 @@ func (r *root) replace(p *place, old *os.File, contents change) (Action, error) 
 	if err != nil {
 		return Failed, err
 	}
+	if r.bind != nil {
+		if err := r.bindOver(p, old, info, contents); err != nil {
+			return Failed, err
+		}
+		return Bound, nil
+	}
 	renameErr := r.checkOwn(info, p.path)
 	if renameErr == nil {
 		renameErr = rename(p, old, info, contents)

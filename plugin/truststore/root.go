@@ -29,6 +29,7 @@ type root struct {
 	// descriptors is the folder of that name. A file is first opened as O_PATH, looked at, and then opened through this
 	// folder, so that it cannot be exchanged for a device in between.
 	descriptors *os.File
+	bind        *Bind // nil: the root is written
 }
 
 // descriptors is the folder with the open files of this process.
@@ -210,7 +211,7 @@ func (r *root) openRegular(p *place) (*os.File, error) {
 	if info.Size > maxStore {
 		return nil, fmt.Errorf("%s has %d bytes, more than %d", p.path, info.Size, maxStore)
 	}
-	if err := refusePseudo(handle); err != nil {
+	if err := r.refuse(handle); err != nil {
 		return nil, err
 	}
 	fd, err := unix.Openat(int(r.descriptors.Fd()), strconv.Itoa(int(handle.Fd())),
@@ -245,6 +246,14 @@ const (
 	mqueueMagic   = 0x19800202
 )
 
+// refuse refuses a file or a folder by its file system.
+func (r *root) refuse(f *os.File) error {
+	if r.bind != nil {
+		return refuseUnlisted(f)
+	}
+	return refusePseudo(f)
+}
+
 func refusePseudo(f *os.File) error {
 	var info unix.Statfs_t
 	if err := unix.Fstatfs(int(f.Fd()), &info); err != nil {
@@ -262,7 +271,7 @@ func (r *root) openFolder(name string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := refusePseudo(dir); err != nil {
+	if err := r.refuse(dir); err != nil {
 		return nil, errors.Join(err, dir.Close())
 	}
 	return dir, nil

@@ -145,6 +145,8 @@ type Options struct {
 	// Enter, if it is not nil, moves the calling thread into the container's mount namespace, where mounts can be made.
 	// It is called when the root is open. The thread ends with the work.
 	Enter func() error
+	// Bind, if it is not nil, makes Add mount over the stores and write nothing.
+	Bind *Bind
 }
 
 // Add makes the trust stores of the file system at rootPath contain the certificates in caPEM, and no others that an
@@ -202,17 +204,22 @@ func (r *run) add(ctx context.Context, rootPath string, caPEM []byte) (err error
 		return err
 	}
 	defer r.root.close()
+	r.root.bind = r.options.Bind
 	if r.options.Enter != nil {
 		if err := r.options.Enter(); err != nil {
 			return err
 		}
 	}
 
-	r.former = r.formerAnchors()
-	r.addAnchors()
+	if r.options.Bind == nil {
+		r.former = r.formerAnchors()
+		r.addAnchors()
+	}
 	// Directories come first: a directory that cannot be written is mounted over, with the bundles that lie in it.
-	for _, path := range directories {
-		r.addDirectory(path)
+	if r.options.Bind == nil || !r.root.hasOne(opensslFiles) {
+		for _, path := range directories {
+			r.addDirectory(path)
+		}
 	}
 	seen := make(map[location]bool)
 	if r.options.Fallback != "" {

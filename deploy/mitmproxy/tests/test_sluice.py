@@ -321,6 +321,25 @@ def test_facts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("peer", "trust", "reason"),
+    [
+        ("172.17.0.2", "trusted", ""),
+        ("172.17.0.3", "files-only", "nested, trust files-only"),
+        ("172.17.0.4", "unknown", "nested, trust unknown"),
+        ("10.0.0.5", None, "trust unknown"),
+    ],
+)
+def test_nested_containers_with_the_ca(peer: str, trust: str | None, reason: str) -> None:
+    containers = {"172.17.0.2": "trusted", "172.17.0.3": "files-only"}
+    pod = {**POD, "trust": "unknown", "tls": "pass", "nested": "pass", "containers": containers}
+    with socket.socket() as sock:
+        facts = sluice.Listener(sock, pod, "outbound").facts("", peer)
+    assert facts.get("sluice.container_trust") == trust
+    assert sluice.reason_to_pass(facts, True) == reason
+    assert sluice.learns(facts)
+
+
+@pytest.mark.parametrize(
     ("peer", "direction", "nested", "policy"),
     [
         ("10.0.0.5", "outbound", None, "pass"),

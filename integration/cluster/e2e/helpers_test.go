@@ -19,6 +19,7 @@ type attached struct {
 	Pod, State, Backend, Trust, Netns string
 	Waiting                           int
 	Notes                             []string
+	Nested                            []struct{ Name, Trust string }
 }
 
 // attachment returns the attachment of a pod, given as namespace/name. It is empty if the daemon knows none.

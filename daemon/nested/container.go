@@ -1,0 +1,282 @@
+package nested
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/netns"
+	"github.com/sluice-cni/sluice/daemon/printable"
+	"github.com/sluice-cni/sluice/daemon/trust"
+	"github.com/sluice-cni/sluice/plugin/files"
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// container is a container that a Docker in a pod has started.
+type container struct {
+	mount      uint64 // the number of its mount namespace
+	netns      uint32 // that of the pod
+	pod        string // its UID
+	name       string
+	first      *process
+	podNetwork bool
+	lateStart  bool // it ran when it was found
+	// settled is true if its stores have been looked at since it started, or since an updater ran.
+	settled atomic.Bool
+
+	working sync.Mutex // held by the one that changes mounts; guards the next field
+	busy    []*process // updaters that run
+
+	mu        sync.Mutex // guards the fields below
+	trust     truststore.State
+	note      string
+	addresses []netip.Addr
+	// stores are the paths of the stores that have the CA, or had it before an updater.
+	stores []string
+}
+
+// newContainer describes the container of a process, which has a descriptor of its own there.
+func newContainer(p *process, mount uint64, netns uint32, pod string) (*container, error) {
+	first, err := p.again()
+	if err != nil {
+		return nil, err
+	}
+	c := &container{
+		mount: mount, netns: netns, pod: pod, name: nameOf(p), first: first,
+		trust: truststore.Unknown, note: "not looked at yet",
+	}
+	_, inode, err := p.inode("ns/net")
+	if err != nil {
+		c.first.close()
+		return nil, err
+	}
+	c.podNetwork = inode == uint64(netns)
+	c.refresh()
+	return c, nil
+}
+
+const (
+	// shownName is how much of a cgroup's name is shown, as of a Docker's ID.
+	shownName = 12
+	// maxNote bounds a note, in bytes: paths are the container's to choose.
+	maxNote = 300
+)
+
+// nameOf is the name of the cgroup of a process, which has the ID of the container, or else its PID.
+func nameOf(p *process) string {
+	longest := ""
+	data, _ := p.read("cgroup") // without it the PID is left
+	for line := range strings.Lines(string(data)) {
+		if _, rest, ok := strings.Cut(line, ":/"); ok && len(rest) > len(longest) {
+			longest = strings.TrimSpace(rest)
+		}
+	}
+	name := path.Base("/" + longest)
+	if name == "/" {
+		name = "pid " + path.Base(p.dir.Name())
+	}
+	return printable.Text(name, shownName)
+}
+
+func (c *container) state() Container {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return Container{
+		Name: c.name, Addresses: slices.Clone(c.addresses), PodNetwork: c.podNetwork, State: c.trust, Note: c.note,
+	}
+}
+
+func (c *container) set(state truststore.State, note string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.trust, c.note = state, printable.Text(note, maxNote)
+}
+
+// refresh looks at the container's addresses, and reports whether they have changed.
+func (c *container) refresh() bool {
+	if c.podNetwork {
+		return false
+	}
+	var all []netns.Address
+	err := c.first.use(func(fd int) (err error) {
+		all, err = netns.Addresses(fmt.Sprintf("/proc/self/fd/%d/ns/net", fd))
+		return err
+	})
+	if err != nil {
+		return false // it has ended
+	}
+	var found []netip.Addr
+	for _, a := range all {
+		if !a.Loopback {
+			found = append(found, a.Addr)
+		}
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	changed := !slices.Equal(found, c.addresses)
+	c.addresses = found
+	return changed
+}
+
+// maxCA bounds the file of the CA.
+const maxCA = 1 << 20
+
+// equip makes a container trust the CA, unless an updater of its stores runs. p is a process in it.
+func (e *Engine) equip(ctx context.Context, w *watcher, c *container, p *process) error {
+	c.working.Lock()
+	defer c.working.Unlock()
+	if c.hasUpdater() {
+		return nil
+	}
+	defer c.settled.Store(true)
+	ca, err := files.ReadBounded(e.config.CAFile, maxCA)
+	if err != nil {
+		c.set(truststore.Unknown, "the proxy has no CA yet")
+		return w.settle(c.mount, knownSettled)
+	}
+	report, stores, err := e.bind(ctx, p, ca)
+	if err == nil && ctx.Err() != nil {
+		err = fmt.Errorf("its file system does not respond within %s", deadline)
+	}
+	if err != nil {
+		c.set(truststore.Unknown, err.Error())
+		return err
+	}
+	c.judge(report)
+	c.mu.Lock()
+	c.stores = stores
+	c.mu.Unlock()
+	return w.settle(c.mount, knownSettled)
+}
+
+// boundStores returns the paths of the stores that have the CA, or had it before an updater.
+func (c *container) boundStores() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.stores
+}
+
+// hasUpdater reports whether a program that writes stores runs in the container.
+func (c *container) hasUpdater() bool {
+	c.busy = slices.DeleteFunc(c.busy, (*process).ended)
+	return len(c.busy) > 0
+}
+
+// judge derives the state from a report.
+func (c *container) judge(report truststore.Report) {
+	bound := slices.ContainsFunc(report.Stores, func(s truststore.Store) bool { return s.Action == truststore.Bound })
+	late := c.lateStart && bound
+	c.lateStart = false
+	state, note := report.State, trust.NoteOf(report)
+	switch {
+	case report.Error != "":
+		note = report.Error
+	case len(report.Stores) == 0:
+		note = "it has no trust store"
+	case late:
+		state, note = truststore.Unknown, "given the CA while it ran: its programs may have read their stores before"
+	}
+	c.set(state, note)
+}
+
+// bind mounts copies with the CA over the stores of the container of a process, and returns the paths of the mounts.
+func (e *Engine) bind(ctx context.Context, p *process, ca []byte) (truststore.Report, []string, error) {
+	root, namespace, err := p.openContainer()
+	if err != nil {
+		return truststore.Report{}, nil, err
+	}
+	defer func() { _, _ = root.Close(), namespace.Close() }() // only looked through
+	copies := newCopies()
+	defer copies.close()
+	bind := &truststore.Bind{
+		Copy: copies.New, Mountinfo: func() ([]byte, error) { return p.read("mountinfo") },
+	}
+	report := truststore.Add(ctx, fmt.Sprintf("/proc/self/fd/%d", root.Fd()), ca, truststore.Options{
+		Named: trust.NamedStores(p.environment()), Enter: func() error { return enter(namespace) }, Bind: bind,
+	})
+	stores, err := bind.Mounted()
+	if err != nil {
+		return report, nil, fmt.Errorf("looking for the mounts over trust stores: %w", err)
+	}
+	return report, stores, nil
+}
+
+// openContainer opens the root of a process and its mount namespace. An open mount namespace keeps its mounts, so it is
+// closed soon.
+func (p *process) openContainer() (root, namespace *os.File, err error) {
+	if root, err = p.open("root", unix.O_PATH|unix.O_DIRECTORY); err != nil {
+		return nil, nil, fmt.Errorf("opening the container's root: %w", err)
+	}
+	if namespace, err = p.open("ns/mnt", unix.O_RDONLY); err != nil {
+		return nil, nil, errors.Join(fmt.Errorf("opening the container's mount namespace: %w", err), root.Close())
+	}
+	return root, namespace, nil
+}
+
+// enter moves the calling thread into a mount namespace. A thread that shares its root may not change its own.
+func enter(namespace *os.File) error {
+	if err := unix.Unshare(unix.CLONE_FS); err != nil {
+		return fmt.Errorf("entering the container: unsharing the working directory: %w", err)
+	}
+	if err := unix.Setns(int(namespace.Fd()), unix.CLONE_NEWNS); err != nil {
+		return fmt.Errorf("entering the container's mount namespace: %w", err)
+	}
+	return nil
+}
+
+// stepAside takes the mounts away for an updater, until that ends.
+func (e *Engine) stepAside(w *watcher, c *container, p *process) error {
+	c.working.Lock()
+	defer c.working.Unlock()
+	pid, err := strconv.ParseUint(path.Base(p.dir.Name()), 10, 32)
+	if err != nil {
+		return fmt.Errorf("stepping aside for %s: %w", p.dir.Name(), err)
+	}
+	updater, err := openProcess(e.config.Proc, uint32(pid), 0)
+	if err != nil {
+		return fmt.Errorf("stepping aside for an updater: %w", err)
+	}
+	c.busy = append(c.busy, updater)
+	c.settled.Store(false)
+	c.set(truststore.FilesOnly, "an updater of its trust stores runs")
+	if err := w.settle(c.mount, knownAside); err != nil {
+		return err
+	}
+	go e.comeBack(w, c, updater)
+	root, namespace, err := p.openContainer()
+	if err != nil {
+		return err
+	}
+	defer func() { _, _ = root.Close(), namespace.Close() }() // only looked through
+	bind := &truststore.Bind{Mountinfo: func() ([]byte, error) { return p.read("mountinfo") }}
+	return truststore.Unbind(fmt.Sprintf("/proc/self/fd/%d", root.Fd()), bind,
+		func() error { return enter(namespace) })
+}
+
+// comeBack brings the mounts back when an updater has ended.
+func (e *Engine) comeBack(w *watcher, c *container, updater *process) {
+	defer updater.close()
+	if err := updater.await(); err != nil {
+		e.config.Log.Warn("the end of a process in a nested container is not seen", "container", c.name, "err", err)
+		return
+	}
+	if !e.has(w, c) {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
+		e.warn(c.pod, c.name, err)
+	}
+	e.config.Changed(c.pod)
+}

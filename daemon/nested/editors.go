@@ -1,0 +1,145 @@
+package nested
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// editors are the names of programs that change the files which their arguments name. They are updaters of trust stores
+// where an argument leads to one.
+var editors = []string{"rm", "mv", "cp", "ln", "sed", "install", "tee", "chmod", "chown", "truncate"}
+
+const (
+	// maxArguments bounds the arguments that are looked at: a program with more of them counts as an updater.
+	maxArguments = 1024
+	// maxLooks bounds the editors that are looked at, also those that a hanging file system keeps.
+	maxLooks = 32
+)
+
+// isUpdate reports whether an editor changes a trust store. One with a hanging file system goes on.
+func (e *Engine) isUpdate(ctx context.Context, c *container, p *process) bool {
+	stores := c.boundStores()
+	if len(stores) == 0 {
+		return false
+	}
+	select {
+	case e.looks <- struct{}{}:
+	default:
+		return false
+	}
+	done := make(chan bool, 1)
+	go func() {
+		defer func() { <-e.looks }()
+		touches, err := p.touches(stores)
+		if err != nil && !p.ended() {
+			e.config.Log.Warn("it is not known whether a program changes a trust store", "err", err)
+		}
+		done <- touches
+	}()
+	select {
+	case touches := <-done:
+		return touches
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// touches reports whether an argument of the process leads to one of the stores, or to a folder of one.
+func (p *process) touches(stores []string) (bool, error) {
+	arguments, err := p.arguments()
+	if err != nil {
+		return false, err
+	}
+	cwd, err := p.workingFolder()
+	if err != nil {
+		return false, err
+	}
+	var paths []string
+	for _, a := range arguments {
+		for _, path := range pathsIn(a) {
+			if !strings.HasPrefix(path, "/") {
+				path = cwd + "/" + path
+			}
+			paths = append(paths, path)
+		}
+	}
+	if len(paths) > maxArguments {
+		return true, nil
+	}
+	root, err := p.open("root", unix.O_PATH|unix.O_DIRECTORY)
+	if err != nil {
+		return false, fmt.Errorf("opening the container's root: %w", err)
+	}
+	defer func() { _ = root.Close() }() // only looked through
+	touches, err := truststore.Touches(fmt.Sprintf("/proc/self/fd/%d", root.Fd()), stores, paths)
+	if err != nil {
+		return false, fmt.Errorf("looking for the trust stores of a program: %w", err)
+	}
+	return touches, nil
+}
+
+// arguments are those of the process, without its name.
+func (p *process) arguments() ([]string, error) {
+	data, err := p.read("cmdline")
+	if err != nil {
+		return nil, err
+	}
+	_, rest, _ := strings.Cut(strings.TrimSuffix(string(data), "\x00"), "\x00")
+	return strings.Split(rest, "\x00"), nil
+}
+
+// pathsIn are the paths that an argument may have: all of it, or the value of an option.
+func pathsIn(argument string) []string {
+	if argument == "" {
+		return nil
+	}
+	if !strings.HasPrefix(argument, "-") {
+		return []string{argument}
+	}
+	value := argument[min(2, len(argument)):] // -t/etc/ssl/certs
+	if strings.HasPrefix(argument, "--") {
+		_, value, _ = strings.Cut(argument, "=") // --target-directory=/etc/ssl/certs
+	}
+	if !strings.Contains(value, "/") {
+		return nil // -rf
+	}
+	return []string{value}
+}
+
+// workingFolder is the path of the process's working directory from its root.
+func (p *process) workingFolder() (string, error) {
+	root, err := p.link("root")
+	if err != nil {
+		return "", err
+	}
+	cwd, err := p.link("cwd")
+	if err != nil {
+		return "", err
+	}
+	// Both are paths in the mount namespace of the process, where its root may be a folder.
+	below, ok := strings.CutPrefix(cwd, strings.TrimSuffix(root, "/"))
+	if !ok || below != "" && below[0] != '/' {
+		return "", errors.New("its working directory is not below its root")
+	}
+	return below, nil
+}
+
+// link is the text of a link of the process.
+func (p *process) link(name string) (string, error) {
+	text := make([]byte, unix.PathMax)
+	length := 0
+	err := p.use(func(dir int) (err error) {
+		if length, err = unix.Readlinkat(dir, name, text); err != nil {
+			return &os.PathError{Op: "readlink", Path: p.dir.Name() + "/" + name, Err: err}
+		}
+		return nil
+	})
+	return string(text[:length]), err
+}

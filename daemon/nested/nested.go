@@ -1,0 +1,557 @@
+// Package nested makes the containers that a Docker in a captured pod starts trust the CA of the node's proxy. Nothing
+// is written into them, so an image that is built there has no trace of the CA.
+//
+//	e := nested.New(nested.Config{CAFile: …, Proc: "/proc", Changed: …, Log: …})
+//	go e.Run(ctx)
+//	e.Watch(map[uint32]string{netnsInode: podUID}) // the pods that have opted in
+//	e.State(podUID)
+//
+// # A container starts
+//
+// A BPF program (program.go) at the tracepoint sched_process_exec sees each program that a process of the node
+// executes. It sends SIGSTOP to the first one in a mount namespace that is new, below a watched pod. That is the
+// container's first program: runc makes the namespaces after its own last exec. The process stops before its first
+// instruction, and an event tells this process about it.
+//
+// The daemon opens the container's root, mounts a copy with the CA over each trust store there (plugin/truststore), and
+// lets the process go on, in two milliseconds. A container whose stores take longer than the deadline goes on without,
+// and counts as one that does not trust the CA.
+//
+// # A trust store is updated
+//
+// No program can rename a file over a mount, so update-ca-certificates, dpkg and the like would fail. Their execs stop
+// too. The daemon takes the mounts away before they go on. Meanwhile each exec in that container stops. The first one
+// after the updater's end, or that end itself, brings the mounts back.
+//
+// Programs such as rm and cp stop, too. They count as updaters if an argument leads to a store (editors.go). Else they
+// go on at once.
+//
+// # Processes that are no containers of a Docker
+//
+// The program knows the pod's own containers by their PID namespaces: those right below the daemon's, with a process in
+// the pod's netns. Their processes pass, and so do processes in mount namespaces with the root of that container, such
+// as those of unshare(1). The daemon looks again at each stopped process, and never mounts anything in the
+// mount namespaces of the node, of the daemon, or of the pod's own container.
+//
+// # The end of the daemon
+//
+// The program is in the kernel as long as the daemon has its descriptor: nothing stops any more when the daemon is
+// gone, however it ended. A process that stopped just before goes on when the daemon ends, or when the next one starts:
+// ResumeAll knows it by its state, stopped at the end of an exec.
+package nested
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/cilium/ebpf/ringbuf"
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/daemon/throttle"
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// Config is the configuration of an Engine.
+type Config struct {
+	// CAFile has the CA certificates in PEM. It may appear and change at any time; Update says so.
+	CAFile string
+	// Proc is the folder of the node's processes.
+	Proc string
+	// Changed is called after the state of a container in a pod may have changed. It must not block.
+	Changed func(podUID string)
+	// Tell is called before a process goes on, and returns when the proxies know the states of containers.
+	Tell func()
+	Log  *slog.Logger
+}
+
+// Container is the state of a container.
+type Container struct {
+	// Name is that of its cgroup, or its PID.
+	Name string
+	// Addresses are those of its own network. There are none if it uses the network of the pod.
+	Addresses []netip.Addr
+	// PodNetwork is true for one in the network of the pod.
+	PodNetwork bool
+	State      truststore.State
+	// Note is the reason for another state than trusted.
+	Note string
+}
+
+const (
+	// deadline bounds how long a process is stopped.
+	deadline = 2 * time.Second
+	// maxAtOnce bounds the processes that are looked at at the same time.
+	maxAtOnce = 8
+	// maxContainers bounds the containers of a pod that are remembered.
+	maxContainers = 1024
+	// refreshInterval is the time between looks at the addresses of containers: a Docker may connect them to more
+	// networks.
+	refreshInterval = 5 * time.Second
+)
+
+// Engine makes nested containers trust the CA.
+type Engine struct {
+	config Config
+	slots  chan struct{}
+	looks  chan struct{}  // as slots, for editors
+	work   sync.WaitGroup // the looks that go on
+	// numbers is true if the kernel tells the number of the mount namespace of a process.
+	numbers bool
+
+	mu         sync.Mutex // guards the fields below
+	running    bool       // between the start and the end of Run
+	pods       map[uint32]string
+	watcher    *watcher // nil while no pod is watched, or if that is not possible
+	problem    string   // the reason why not
+	containers map[uint64]*container
+	lines      map[string]*throttle.Lines // by the UID of the pod
+	readers    sync.WaitGroup
+}
+
+// New makes an engine. Run does the work.
+func New(config Config) *Engine {
+	return &Engine{
+		config: config, slots: make(chan struct{}, maxAtOnce), looks: make(chan struct{}, maxLooks),
+		numbers: tellsNumbers(),
+		pods:    map[uint32]string{}, containers: map[uint64]*container{}, lines: map[string]*throttle.Lines{},
+	}
+}
+
+// Run works until ctx ends. Then nothing is stopped any more.
+func (e *Engine) Run(ctx context.Context) error {
+	e.resumeAll()
+	e.mu.Lock()
+	e.running = true
+	e.mu.Unlock()
+	e.Watch(e.watched())
+	refresh := time.NewTicker(refreshInterval)
+	defer refresh.Stop()
+	for {
+		select {
+		case <-refresh.C:
+			e.refresh()
+		case <-ctx.Done():
+			e.mu.Lock()
+			e.running = false
+			e.stopLocked()
+			e.mu.Unlock()
+			e.readers.Wait()
+			e.work.Wait()
+			e.resumeAll()
+			return nil
+		}
+	}
+}
+
+func (e *Engine) watched() map[uint32]string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.pods
+}
+
+// resumeAll lets processes go on that this daemon or an earlier one has left behind.
+func (e *Engine) resumeAll() {
+	count, err := ResumeAll(e.config.Proc)
+	if err != nil {
+		e.config.Log.Warn("processes that a daemon has stopped are not looked for", "err", err)
+	}
+	if count > 0 {
+		e.config.Log.Warn("processes that a daemon had stopped go on", "processes", count)
+	}
+}
+
+// Watch sets the pods whose nested containers are to trust the CA: their UIDs by the inode of their netns. Containers
+// that run already are looked at.
+func (e *Engine) Watch(pods map[uint32]string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	before := e.pods
+	e.pods = pods
+	switch {
+	case !e.running:
+		return
+	case len(pods) == 0:
+		e.stopLocked()
+		return
+	case e.watcher == nil:
+		if !e.startLocked() {
+			return
+		}
+		before = nil
+	}
+	fresh := map[uint32]string{}
+	for netns, uid := range pods {
+		if _, ok := before[netns]; !ok {
+			fresh[netns] = uid
+		}
+	}
+	for netns, uid := range before {
+		if _, ok := pods[netns]; !ok {
+			e.unwatchLocked(netns)
+			delete(e.lines, uid)
+		}
+	}
+	if len(fresh) > 0 {
+		w := e.watcher
+		e.work.Go(func() { e.begin(w, fresh) })
+	}
+}
+
+// startLocked begins to watch. It is tried again with the next Watch if it fails.
+func (e *Engine) startLocked() bool {
+	err := checkPrivileges(e.config.Proc)
+	var w *watcher
+	if err == nil {
+		w, err = newWatcher()
+	}
+	if err != nil {
+		if problem := err.Error(); problem != e.problem {
+			e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
+			e.problem = problem
+		}
+		return false
+	}
+	if !e.numbers {
+		e.config.Log.Warn("nested containers that run already are looked at when they start a program: " +
+			"Linux is older than 6.11")
+	}
+	e.watcher, e.problem = w, ""
+	e.readers.Go(func() { e.read(w) })
+	return true
+}
+
+// stopLocked ends watching. The reader closes the watcher when it has handled the last event.
+func (e *Engine) stopLocked() {
+	if e.watcher == nil {
+		return
+	}
+	if err := e.watcher.detach(); err != nil {
+		e.config.Log.Error("nested containers are watched on", "err", err)
+	}
+	if err := e.watcher.reader.Flush(); err != nil {
+		e.config.Log.Error("nested containers are watched on", "err", err)
+	}
+	e.watcher = nil
+	e.containers = map[uint64]*container{}
+}
+
+func (e *Engine) unwatchLocked(netns uint32) {
+	if err := e.watcher.unwatch(netns); err != nil {
+		e.config.Log.Error("nested containers are watched on", "err", err)
+	}
+	for id, c := range e.containers {
+		if c.netns == netns {
+			delete(e.containers, id)
+		}
+	}
+}
+
+// read handles events until the watcher is detached, and no event is left.
+func (e *Engine) read(w *watcher) {
+	defer w.close()
+	var handling sync.WaitGroup
+	defer handling.Wait() // they use the watcher
+	for {
+		event, err := w.next()
+		switch {
+		case err == nil:
+			handling.Go(func() { e.handle(w, event) })
+		case errors.Is(err, ringbuf.ErrFlushed):
+			return
+		default:
+			e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
+			return
+		}
+	}
+}
+
+// handle looks at a process that has stopped, and lets it go on.
+func (e *Engine) handle(w *watcher, ev event) {
+	p, err := openProcess(e.config.Proc, ev.PID, ev.Start)
+	if err != nil {
+		return // it has ended
+	}
+	defer p.close()
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	defer context.AfterFunc(ctx, p.resume)()
+	defer p.resume()
+	e.mu.Lock()
+	pod, watched := e.pods[ev.Netns]
+	e.mu.Unlock()
+	if !watched {
+		return
+	}
+	c, err := e.find(w, p, ev, pod)
+	if err != nil {
+		e.warn(pod, "", err)
+		return
+	}
+	if c == nil {
+		return
+	}
+	updates := slices.ContainsFunc(updaters, ev.runs)
+	if slices.ContainsFunc(editors, ev.runs) {
+		updates = e.isUpdate(ctx, c, p)
+		if !updates && c.settled.Load() {
+			return // most of them: nothing has changed, and nothing is to be told
+		}
+	}
+	select {
+	case e.slots <- struct{}{}:
+		defer func() { <-e.slots }()
+	case <-ctx.Done():
+		c.set(truststore.Unknown, "too many containers start at the same time")
+		return
+	}
+	if updates {
+		err = e.stepAside(w, c, p)
+	} else {
+		err = e.equip(ctx, w, c, p)
+	}
+	if err != nil {
+		e.warn(c.pod, c.name, err)
+	}
+	e.config.Changed(c.pod)
+	e.config.Tell()
+}
+
+// warn logs that a container in a pod is not given the CA, unless there was such a line just now: a pod can cause it at
+// any rate.
+func (e *Engine) warn(pod, container string, err error) {
+	e.mu.Lock()
+	lines := e.lines[pod]
+	if lines == nil {
+		lines = &throttle.Lines{}
+		e.lines[pod] = lines
+	}
+	e.mu.Unlock()
+	if count, due := lines.Due("not given"); due {
+		e.config.Log.Warn("a nested container is not given the CA", "uid", pod, "container", container, "err", err,
+			"count", count)
+	}
+}
+
+// runs reports whether the event is that of a program.
+func (ev event) runs(name string) bool {
+	return strings.TrimRight(string(ev.Name[:]), "\x00") == name[:min(len(name), len(ev.Name)-1)]
+}
+
+// find returns the container of a process, or nil if the process is none that is to be looked at.
+func (e *Engine) find(w *watcher, p *process, ev event, pod string) (*container, error) {
+	e.mu.Lock()
+	c := e.containers[ev.Mount]
+	e.mu.Unlock()
+	if c != nil {
+		return c, nil
+	}
+	owner, err := openProcess(e.config.Proc, ev.Owner, 0)
+	if err != nil {
+		return nil, fmt.Errorf("looking at the pod's own container: %w", err)
+	}
+	defer owner.close()
+	own, err := isOwn(e.config.Proc, p, owner)
+	if err != nil {
+		return nil, err
+	}
+	if own {
+		return nil, w.passRoot(ev)
+	}
+	if len(e.of(pod)) >= maxContainers {
+		return nil, fmt.Errorf("the pod has %d nested containers, and no more are looked at", maxContainers)
+	}
+	first, late := p, false
+	if !e.numbers { // it may have run before, unseen
+		status, err := p.read("status")
+		late = err != nil || !isFirst(string(status))
+	}
+	if late {
+		if earlier := firstOf(e.config.Proc, p); earlier != nil {
+			defer earlier.close()
+			first = earlier
+		}
+	}
+	c, err = newContainer(first, ev.Mount, ev.Netns, pod)
+	if err != nil {
+		return nil, err
+	}
+	c.lateStart = late
+	return e.add(w, c), nil
+}
+
+// isOwn reports whether a process is one of the pod's own container, or of the node.
+func isOwn(proc string, p, owner *process) (bool, error) {
+	same, err := sameInode(p, owner, "root")
+	if err != nil || same {
+		return same, err
+	}
+	self, err := openProcess(proc, uint32(os.Getpid()), 0)
+	if err != nil {
+		return false, err
+	}
+	defer self.close()
+	for _, other := range []*process{owner, self} {
+		if same, err := sameInode(p, other, "ns/mnt"); err != nil || same {
+			return same, err
+		}
+	}
+	node, err := openProcess(proc, 1, 0)
+	if err != nil {
+		return false, err
+	}
+	defer node.close()
+	same, err = sameInode(p, node, "ns/mnt")
+	if errors.Is(err, fs.ErrPermission) { // the node's first process may have more capabilities
+		return false, nil
+	}
+	return same, err
+}
+
+// add remembers a container until its first process ends.
+func (e *Engine) add(w *watcher, c *container) *container {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if other := e.containers[c.mount]; other != nil {
+		c.first.close()
+		return other
+	}
+	if e.watcher != w {
+		c.first.close()
+		return nil
+	}
+	e.containers[c.mount] = c
+	go e.forgetAtEnd(w, c)
+	return c
+}
+
+// has reports whether a container is still looked after.
+func (e *Engine) has(w *watcher, c *container) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.watcher == w && e.containers[c.mount] == c
+}
+
+func (e *Engine) forgetAtEnd(w *watcher, c *container) {
+	defer c.first.close()
+	if err := c.first.await(); err != nil {
+		e.config.Log.Warn("the end of a process in a nested container is not seen", "container", c.name, "err", err)
+		return
+	}
+	e.mu.Lock()
+	was := e.containers[c.mount] == c && e.watcher == w
+	if was {
+		delete(e.containers, c.mount)
+		if err := w.forget(c.mount); err != nil {
+			e.config.Log.Warn("the end of a process in a nested container is not seen", "container", c.name,
+				"err", err)
+		}
+	}
+	e.mu.Unlock()
+	if was {
+		e.config.Changed(c.pod)
+	}
+}
+
+// State returns the states of a pod's nested containers, and the reason why nothing is known about them, if so.
+func (e *Engine) State(podUID string) (containers []Container, problem string) {
+	for _, c := range e.of(podUID) {
+		containers = append(containers, c.state())
+	}
+	slices.SortFunc(containers, func(a, b Container) int { return cmp.Compare(a.Name, b.Name) })
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return containers, e.problem
+}
+
+// of returns the containers of a pod, or all for no UID.
+func (e *Engine) of(podUID string) []*container {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var found []*container
+	for _, c := range e.containers {
+		if podUID == "" || c.pod == podUID {
+			found = append(found, c)
+		}
+	}
+	return found
+}
+
+// Update gives the running containers the CA after it has changed.
+func (e *Engine) Update() {
+	e.mu.Lock()
+	w := e.watcher
+	if w != nil {
+		e.work.Go(func() { e.updateAll(w) })
+	}
+	e.mu.Unlock()
+}
+
+func (e *Engine) updateAll(w *watcher) {
+	for _, c := range e.of("") {
+		ctx, cancel := context.WithTimeout(context.Background(), deadline)
+		if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
+			e.warn(c.pod, c.name, err)
+		}
+		cancel()
+		e.config.Changed(c.pod)
+	}
+}
+
+// refresh looks at the addresses of containers.
+func (e *Engine) refresh() {
+	changed := map[string]bool{}
+	for _, c := range e.of("") {
+		if c.refresh() {
+			changed[c.pod] = true
+		}
+	}
+	for pod := range changed {
+		e.config.Changed(pod)
+	}
+}
+
+// needed are the capabilities that the engine needs, by their numbers.
+var needed = map[int]string{
+	unix.CAP_SYS_ADMIN:    "SYS_ADMIN",    // BPF, mounts, setns(2)
+	unix.CAP_SYS_PTRACE:   "SYS_PTRACE",   // the roots and namespaces of processes
+	unix.CAP_SYS_CHROOT:   "SYS_CHROOT",   // setns(2) into a mount namespace
+	unix.CAP_KILL:         "KILL",         // SIGCONT for processes of other users
+	unix.CAP_DAC_OVERRIDE: "DAC_OVERRIDE", // stores that only their owner may read
+	unix.CAP_CHOWN:        "CHOWN",        // copies keep the owner
+}
+
+// checkPrivileges names the privileges that this process lacks.
+func checkPrivileges(proc string) error {
+	self, err := os.Readlink(proc + "/self")
+	if err != nil || self != strconv.Itoa(os.Getpid()) {
+		return errors.New("the daemon is not in the node's PID namespace: set nested.enabled in the chart (hostPID)")
+	}
+	var header = unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var data [2]unix.CapUserData
+	if err := unix.Capget(&header, &data[0]); err != nil {
+		return fmt.Errorf("reading the capabilities of the daemon: %w", err)
+	}
+	var missing []string
+	for number, name := range needed {
+		if data[number/32].Effective&(1<<(number%32)) == 0 {
+			missing = append(missing, name)
+		}
+	}
+	if len(missing) > 0 {
+		slices.Sort(missing)
+		return fmt.Errorf("the daemon lacks the capabilities %s: set nested.enabled in the chart",
+			strings.Join(missing, ", "))
+	}
+	return nil
+}

@@ -1,0 +1,190 @@
+package nested
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/sluice-cni/sluice/integration/pki"
+	"github.com/sluice-cni/sluice/integration/testbed"
+	"github.com/sluice-cni/sluice/plugin/truststore"
+)
+
+// run runs an engine until the test ends, or until stop.
+func run(t *testing.T, e *Engine) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if err := e.Run(ctx); err != nil {
+			t.Errorf("Run: %v", err)
+		}
+	}()
+	stop = func() {
+		cancel()
+		<-done
+	}
+	t.Cleanup(stop)
+	return stop
+}
+
+// marker is in each store that has the CA.
+const marker = "Added by sluice"
+
+// countCA is a script that appends to /out how many certificates of the CA the store has.
+const countCA = "grep -c \"" + marker + "\" /" + store + " >>/out"
+
+// wantStore fails the test unless the store in the container's root is as it was.
+func (p *pod) wantStore() {
+	p.t.Helper()
+	data, err := os.ReadFile(filepath.Join(p.root, store))
+	must(p.t, err)
+	if strings.Contains(string(data), marker) {
+		p.t.Error("the store of the image has the CA")
+	}
+}
+
+// TestContainers: a container has the CA at its first instruction, whatever the namespaces that it does without, and
+// its root is not written.
+func TestContainers(t *testing.T) {
+	for name, options := range map[string][]string{
+		"with the pod's network": nil,
+		"with a network":         {"--net"},
+		"in a user namespace":    {"--user", "--map-root-user"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newPod(t)
+			newEngine(t, p)
+			for range 5 {
+				p.start(countCA, options...)
+			}
+			p.wantEnded(5)
+			if got, want := p.output(), strings.Repeat("1\n", 5); got != want {
+				t.Errorf("the stores have the CA %q times, want %q", got, want)
+			}
+			p.wantStore()
+		})
+	}
+}
+
+// TestState: a container is known while it runs.
+func TestState(t *testing.T) {
+	p := newPod(t)
+	e := newEngine(t, p)
+	p.start("echo up >/out; while [ ! -e /tmp/go ]; do sleep 0.1; done", "--net")
+	testbed.Eventually(t, "the container runs", func() bool { return p.output() != "" })
+	containers, problem := e.State("uid")
+	if len(containers) != 1 || problem != "" || containers[0].State != truststore.Trusted || containers[0].PodNetwork {
+		t.Errorf("got %+v, %q, want one that trusts the CA", containers, problem)
+	}
+	must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))
+	testbed.Eventually(t, "the container is forgotten", func() bool {
+		containers, _ := e.State("uid")
+		return len(containers) == 0
+	})
+}
+
+// TestUpdater: the mounts step aside for an updater, and are back for the next program.
+func TestUpdater(t *testing.T) {
+	p := newPod(t)
+	newEngine(t, p)
+	const rename = "mv /tmp/new /" + store
+	must(t, os.Remove(filepath.Join(p.root, "bin/dpkg")))
+	must(t, os.WriteFile(filepath.Join(p.root, "bin/dpkg"), []byte("#!/bin/sh\n"+
+		"busybox cp /"+store+" /tmp/new && echo \"# updated\" >>/tmp/new && busybox "+rename+"\n"), 0o755))
+	p.start("busybox cp /" + store + " /tmp/new; ! busybox " + rename + " 2>/dev/null && dpkg && busybox " + countCA)
+	p.wantEnded(1)
+	if got := p.output(); got != "1\n" {
+		t.Errorf("the store has the CA %q times after the update, want once", got)
+	}
+	p.wantStore()
+	data, err := os.ReadFile(filepath.Join(p.root, store))
+	must(t, err)
+	if !strings.HasSuffix(string(data), "# updated\n") {
+		t.Error("the store was not updated")
+	}
+}
+
+// TestRotation: containers that run are given the next CA in place of the last one.
+func TestRotation(t *testing.T) {
+	p := newPod(t)
+	e := newEngine(t, p)
+	p.start("echo up >/out; while [ ! -e /tmp/go ]; do sleep 0.1; done; : >/out; cat /" + store + " >>/out")
+	testbed.Eventually(t, "the container runs", func() bool { return p.output() != "" })
+	next := pki.NewCA("the next").Cert
+	must(t, os.WriteFile(e.ca, next, 0o600))
+	e.Update()
+	e.work.Wait()
+	must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))
+	p.wantEnded(1)
+	if got := p.output(); strings.Count(got, marker) != 1 || !strings.Contains(got, string(next)) {
+		t.Errorf("want the next CA alone, got\n%s", got)
+	}
+	p.wantStore()
+}
+
+// TestRunning: a container that runs when the daemon starts is given the CA.
+func TestRunning(t *testing.T) {
+	p := newPod(t)
+	p.start("echo up >/out; while [ ! -e /tmp/go ]; do sleep 0.1; done; " + countCA)
+	testbed.Eventually(t, "the container runs", func() bool { return p.output() != "" })
+	e := newEngine(t, p)
+	testbed.Eventually(t, "the container is looked at", func() bool {
+		containers, _ := e.State("uid")
+		return len(containers) == 1 && strings.Contains(containers[0].Note, "while it ran")
+	})
+	must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))
+	p.wantEnded(1)
+	if got := p.output(); got != "up\n1\n" {
+		t.Errorf("got %q, want the CA once", got)
+	}
+}
+
+// TestRunningOnAnOlderKernel: a container that runs when the daemon starts is looked at when it starts a program.
+func TestRunningOnAnOlderKernel(t *testing.T) {
+	p := newPod(t)
+	p.start("echo up >/out; while [ ! -e /tmp/go ]; do sleep 0.1; done; /bin/busybox true; " + countCA +
+		"; while [ -e /tmp/go ]; do sleep 0.1; done")
+	testbed.Eventually(t, "the container runs", func() bool { return p.output() != "" })
+	e := newEngineWith(t, p, false)
+	goOn := filepath.Join(p.root, "tmp/go")
+	must(t, os.WriteFile(goOn, nil, 0o644))
+	testbed.Eventually(t, "the container has looked at its store", func() bool { return p.output() == "up\n1\n" })
+	containers, _ := e.State("uid")
+	if len(containers) != 1 || !strings.Contains(containers[0].Note, "while it ran") {
+		t.Errorf("got %+v, want one container that was given the CA while it ran", containers)
+	}
+	must(t, os.Remove(goOn))
+	p.wantEnded(1)
+	p.start("while [ ! -e /tmp/go ]; do sleep 0.1; done")
+	testbed.Eventually(t, "a new container counts as trusting", func() bool {
+		containers, _ := e.State("uid")
+		return len(containers) == 1 && containers[0].State == truststore.Trusted
+	})
+	must(t, os.WriteFile(goOn, nil, 0o644))
+	p.wantEnded(2)
+}
+
+// TestEnd: containers start as before when the engine has ended, or watches no pod.
+func TestEnd(t *testing.T) {
+	p := newPod(t)
+	e := newEngine(t, p)
+	p.start(countCA)
+	p.wantEnded(1)
+	e.Watch(nil)
+	p.start(countCA + "; true")
+	p.wantEnded(2)
+	e.Watch(map[uint32]string{p.netns: "uid"})
+	e.work.Wait()
+	p.start(countCA)
+	p.wantEnded(3)
+	e.stop()
+	p.start(countCA + "; true")
+	p.wantEnded(4)
+	if got := p.output(); got != "1\n0\n1\n0\n" {
+		t.Errorf("the stores have the CA %q times, want once while the engine runs", got)
+	}
+}

@@ -1,0 +1,263 @@
+package nested
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// process is a process by its folder in /proc, which is bound to it as a pidfd is: a later process with the same PID is
+// not in it. It may be closed at any time: use fails with os.ErrClosed from then on.
+type process struct {
+	dir  *os.File
+	once sync.Once // of resume
+}
+
+// tick is the unit of times in /proc/PID/stat (USER_HZ).
+const tick = time.Second / 100
+
+// openProcess opens a process. With a start, which is in nanoseconds since the boot, it fails for another process that
+// has the PID by now.
+func openProcess(proc string, pid uint32, start uint64) (*process, error) {
+	dir, err := os.Open(filepath.Join(proc, strconv.FormatUint(uint64(pid), 10)))
+	if err != nil {
+		return nil, fmt.Errorf("opening the process: %w", err)
+	}
+	p := &process{dir: dir}
+	if start == 0 {
+		return p, nil
+	}
+	_, ticks, err := p.stat()
+	if err == nil && ticks != start/uint64(tick) {
+		err = errors.New("another process has its PID by now")
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("opening process %d: %w", pid, err), dir.Close())
+	}
+	return p, nil
+}
+
+func (p *process) close() { _ = p.dir.Close() } // only read
+
+// use calls f with the descriptor, and keeps it open until f returns. The descriptor that Fd returns could be closed
+// meanwhile, and be that of another file.
+func (p *process) use(f func(fd int) error) error {
+	conn, err := p.dir.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("using %s: %w", p.dir.Name(), err)
+	}
+	if controlErr := conn.Control(func(fd uintptr) { err = f(int(fd)) }); controlErr != nil {
+		return &os.PathError{Op: "use", Path: p.dir.Name(), Err: os.ErrClosed} // there is no other reason
+	}
+	return err
+}
+
+// again opens the process again, for another owner.
+func (p *process) again() (*process, error) {
+	dir, err := p.open(".", unix.O_RDONLY|unix.O_DIRECTORY)
+	if err != nil {
+		return nil, fmt.Errorf("opening the process: %w", err)
+	}
+	return &process{dir: dir}, nil
+}
+
+// stat reads the state of a process, and its start in ticks since the boot.
+func (p *process) stat() (state byte, start uint64, err error) {
+	data, err := p.read("stat")
+	if err != nil {
+		return 0, 0, err
+	}
+	// The name stands in parentheses, and may have some of its own.
+	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
+	if len(fields) < 20 {
+		return 0, 0, fmt.Errorf("reading %s/stat: %d fields", p.dir.Name(), len(fields))
+	}
+	start, err = strconv.ParseUint(fields[19], 10, 64)
+	if err != nil {
+		return 0, 0, fmt.Errorf("reading %s/stat: %w", p.dir.Name(), err)
+	}
+	return fields[0][0], start, nil
+}
+
+// maxProcFile bounds a file of a process.
+const maxProcFile = 4 << 20
+
+func (p *process) read(name string) ([]byte, error) {
+	f, err := p.open(name, unix.O_RDONLY)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }() // only read
+	data, err := io.ReadAll(io.LimitReader(f, maxProcFile))
+	if err != nil {
+		return nil, fmt.Errorf("reading %s: %w", f.Name(), err)
+	}
+	return data, nil
+}
+
+func (p *process) open(name string, flags int) (*os.File, error) {
+	full := filepath.Join(p.dir.Name(), name)
+	var f *os.File
+	err := p.use(func(dir int) error {
+		fd, err := unix.Openat(dir, name, flags|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return &os.PathError{Op: "open", Path: full, Err: err}
+		}
+		f = os.NewFile(uintptr(fd), full)
+		return nil
+	})
+	return f, err
+}
+
+// inode is the inode at the end of a link of the process.
+func (p *process) inode(name string) (device, inode uint64, err error) {
+	var info unix.Stat_t
+	err = p.use(func(dir int) error {
+		if err := unix.Fstatat(dir, name, &info, 0); err != nil {
+			return &os.PathError{Op: "stat", Path: filepath.Join(p.dir.Name(), name), Err: err}
+		}
+		return nil
+	})
+	return info.Dev, info.Ino, err
+}
+
+// sameInode reports whether links of two processes lead to the same file.
+func sameInode(a, b *process, name string) (bool, error) {
+	aDevice, aInode, err := a.inode(name)
+	if err != nil {
+		return false, err
+	}
+	bDevice, bInode, err := b.inode(name)
+	return aDevice == bDevice && aInode == bInode, err
+}
+
+// environment returns the variables that the process was started with.
+func (p *process) environment() map[string]string {
+	values := make(map[string]string)
+	data, err := p.read("environ")
+	if err != nil {
+		return values // it has ended
+	}
+	for entry := range strings.SplitSeq(string(data), "\x00") {
+		if name, value, ok := strings.Cut(entry, "="); ok {
+			values[name] = value
+		}
+	}
+	return values
+}
+
+// resume lets the process go on. An error says that it has ended.
+func (p *process) resume() {
+	p.once.Do(func() {
+		_ = p.use(func(fd int) error { return unix.PidfdSendSignal(fd, unix.SIGCONT, nil, 0) })
+	})
+}
+
+// ended reports whether the process has ended. Nothing can be read of one that is gone.
+func (p *process) ended() bool {
+	state, _, err := p.stat()
+	return err != nil || state == 'Z' || state == 'X'
+}
+
+// await waits for the end of the process. It does not take a thread.
+func (p *process) await() error {
+	pid, err := strconv.Atoi(filepath.Base(p.dir.Name()))
+	if err != nil {
+		return fmt.Errorf("waiting for process %s: %w", p.dir.Name(), err)
+	}
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if errors.Is(err, unix.ESRCH) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("waiting for process %d: %w", pid, err)
+	}
+	f := os.NewFile(uintptr(fd), "pidfd")
+	defer func() { _ = f.Close() }() // only waited for
+	if p.ended() {
+		return nil // the descriptor may be that of another process
+	}
+	conn, err := f.SyscallConn()
+	if err == nil {
+		err = conn.Read(func(fd uintptr) bool {
+			ready := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+			n, err := unix.Poll(ready, 0)
+			return err == nil && n > 0
+		})
+	}
+	if err != nil {
+		return fmt.Errorf("waiting for process %d: %w", pid, err)
+	}
+	return nil
+}
+
+// isHeld reports whether the process stands at the end of an exec, before its first instruction: it is stopped, and the
+// kernel has seen no other system call or interrupt of it since.
+func (p *process) isHeld() bool {
+	state, _, err := p.stat()
+	if err != nil || state != 'T' {
+		return false
+	}
+	data, err := p.read("syscall")
+	if err != nil {
+		return false
+	}
+	number, _, _ := strings.Cut(string(data), " ")
+	return number == strconv.Itoa(unix.SYS_EXECVE) || number == strconv.Itoa(unix.SYS_EXECVEAT)
+}
+
+// pids lists the processes in a /proc.
+func pids(proc string) ([]uint32, error) {
+	dir, err := os.Open(proc)
+	if err != nil {
+		return nil, fmt.Errorf("listing processes: %w", err)
+	}
+	defer func() { _ = dir.Close() }() // only read
+	names, err := dir.Readdirnames(-1)
+	if err != nil {
+		return nil, fmt.Errorf("listing processes: %w", err)
+	}
+	var found []uint32
+	for _, name := range names {
+		if pid, err := strconv.ParseUint(name, 10, 32); err == nil {
+			found = append(found, uint32(pid))
+		}
+	}
+	return found, nil
+}
+
+// ResumeAll lets all processes go on that this or an earlier daemon has stopped, and returns how many. Only those in
+// other PID namespaces than the caller's are touched.
+func ResumeAll(proc string) (int, error) {
+	all, err := pids(proc)
+	if err != nil {
+		return 0, err
+	}
+	self, err := openProcess(proc, uint32(os.Getpid()), 0)
+	if err != nil {
+		return 0, err
+	}
+	defer self.close()
+	count := 0
+	for _, pid := range all {
+		p, err := openProcess(proc, pid, 0)
+		if err != nil {
+			continue // it has ended
+		}
+		if same, err := sameInode(p, self, "ns/pid"); err == nil && !same && p.isHeld() {
+			p.resume()
+			count++
+		}
+		p.close()
+	}
+	return count, nil
+}

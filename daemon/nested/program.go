@@ -1,0 +1,353 @@
+package nested
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/btf"
+	"golang.org/x/sys/unix"
+)
+
+// maxLevels bounds the PID namespaces between a task and the container of the pod, and those above this process.
+const maxLevels = 8
+
+// The values of the map known: a mount namespace whose execs need not stop, one in which only updaters stop, and one in
+// which every exec stops because an updater runs.
+const (
+	knownOwn uint32 = iota
+	knownSettled
+	knownAside
+)
+
+// event is a process that the program has stopped. Its layout is that of the record in the ring buffer.
+type event struct {
+	Start uint64 // of the process, in ns since the boot
+	Mount uint64 // the number of the mount namespace, which is never used again
+	Inode uint64 // of the process's root
+	Dev   uint32 // of the process's root, as the kernel has it
+	Netns uint32 // the inode of the pod's netns
+	PID   uint32 // as this process sees it
+	Owner uint32 // the first process of the pod's container, as this process sees it
+	Name  [16]byte
+}
+
+// The offsets of the fields of event.
+const (
+	eventStart = 8 * iota
+	eventMount
+	eventInode
+	eventDev
+	eventPID
+	eventName
+	eventSize  = eventName + 16
+	eventNetns = eventDev + 4
+	eventOwner = eventPID + 4
+)
+
+// fields are the offsets of the kernel's fields that the program reads.
+type fields struct {
+	nsproxy, fs, threadPID, start                  int16 // task_struct
+	mountNS, pidNS, netNS                          int16 // nsproxy
+	pidInum, parent, level, reaper                 int16 // pid_namespace
+	netInum                                        int16 // net
+	mountID                                        int16 // mnt_namespace
+	rootDentry, dentryInode, ino, superblock, sDev int16 // fs_struct, dentry, inode, inode, super_block
+	numbers, upidSize                              int16 // pid, upid
+}
+
+// findFields looks the fields up in the kernel's BTF.
+func findFields(spec *btf.Spec) (f fields, err error) {
+	var errs []error
+	find := func(to *int16, structure string, path ...string) {
+		offset, err := offsetOf(spec, structure, path...)
+		errs = append(errs, err)
+		*to = offset
+	}
+	find(&f.nsproxy, "task_struct", "nsproxy")
+	find(&f.fs, "task_struct", "fs")
+	find(&f.threadPID, "task_struct", "thread_pid")
+	find(&f.start, "task_struct", "start_boottime")
+	find(&f.mountNS, "nsproxy", "mnt_ns")
+	find(&f.pidNS, "nsproxy", "pid_ns_for_children")
+	find(&f.netNS, "nsproxy", "net_ns")
+	find(&f.pidInum, "pid_namespace", "ns", "inum")
+	find(&f.parent, "pid_namespace", "parent")
+	find(&f.level, "pid_namespace", "level")
+	find(&f.reaper, "pid_namespace", "child_reaper")
+	find(&f.netInum, "net", "ns", "inum")
+	find(&f.rootDentry, "fs_struct", "root", "dentry")
+	find(&f.dentryInode, "dentry", "d_inode")
+	find(&f.ino, "inode", "i_ino")
+	find(&f.superblock, "inode", "i_sb")
+	find(&f.sDev, "super_block", "s_dev")
+	find(&f.numbers, "pid", "numbers")
+	f.upidSize = 16 // struct upid: an int and a pointer
+	// Inode numbers of namespaces are used again within seconds. Linux 6.18 has a number for all kinds of namespaces
+	// that is not; before, mount namespaces had one of their own.
+	if f.mountID, err = offsetOf(spec, "mnt_namespace", "ns", "ns_id"); err != nil {
+		find(&f.mountID, "mnt_namespace", "seq")
+	}
+	return f, errors.Join(errs...)
+}
+
+// offsetOf is the offset of a member of a structure, or of a member of that member.
+func offsetOf(spec *btf.Spec, structure string, path ...string) (int16, error) {
+	var s *btf.Struct
+	if err := spec.TypeByName(structure, &s); err != nil {
+		return 0, fmt.Errorf("looking up the kernel's struct %s: %w", structure, err)
+	}
+	offset, members := uint32(0), s.Members
+	for _, name := range path {
+		member, at, ok := findMember(members, name)
+		if !ok {
+			return 0, fmt.Errorf("looking up the kernel's struct %s: it has no %s", structure, name)
+		}
+		offset += at
+		members = membersOf(member.Type)
+	}
+	return int16(offset), nil
+}
+
+// findMember finds a member, also in members without a name.
+func findMember(members []btf.Member, name string) (found btf.Member, offset uint32, ok bool) {
+	for _, m := range members {
+		if m.Name == name {
+			return m, m.Offset.Bytes(), true
+		}
+		if m.Name != "" {
+			continue
+		}
+		if found, offset, ok := findMember(membersOf(m.Type), name); ok {
+			return found, m.Offset.Bytes() + offset, true
+		}
+	}
+	return found, 0, false
+}
+
+func membersOf(t btf.Type) []btf.Member {
+	switch t := btf.UnderlyingType(t).(type) {
+	case *btf.Struct:
+		return t.Members
+	case *btf.Union:
+		return t.Members
+	default:
+		return nil
+	}
+}
+
+// Where the program keeps values on its stack.
+const (
+	stackKey     = -8  // a key of a map
+	stackName    = -24 // the name of the program that was executed
+	stackMount   = -32 // event.Mount
+	stackStart   = -40 // learned: the start of the owner's first process
+	stackNetns   = -48 // event.Netns, with 4 bytes behind it that are zero; with stackStart a value of the map below
+	stackRoot    = -64 // a key of the map roots: the inode and the device
+	stackVerdict = -68 // a value of the map known
+	stackOwn     = -80 // event.Owner's namespace
+	stackFresh   = -88 // 1 if the mount namespace is new
+)
+
+// program is the program at the tracepoint sched_process_exec. In the words of C:
+//
+//	ns = the PID namespace of the task, or the one above it, ..., whose parent is that of this daemon
+//	if (none) return                             // a process of the node
+//	entry = below[ns]                            // is it one of a watched pod?
+//	if (!entry || entry.start != ns->child_reaper->start) {
+//		if (!nets[the task's netns]) return
+//		below[ns] = {start, netns}               // it is: the task is in the pod's netns
+//		if (ns is the task's own) {              // a process of the pod's own container
+//			known[mount namespace] = own
+//			return
+//		}
+//	}
+//	verdict = known[mount namespace]
+//	if (verdict == own) return
+//	if (verdict == settled && !updaters[name]) return
+//	if (!verdict && roots[root]) return          // the root of the pod's own container, as with unshare(1)
+//	record = reserve()
+//	if (!record) return                          // never stop a process that the daemon does not know of
+//	if (!verdict) known[mount namespace] = settled
+//	if (signal(SIGSTOP)) return                  // the task stops before its first instruction
+//	submit(record)
+//
+// PID namespaces tell a container that a container has started, on both versions of cgroups. Their inode numbers are
+// used again, so the start of a namespace's first process is compared.
+func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
+	var code asm.Instructions
+	add := func(more ...asm.Instruction) { code = append(code, more...) }
+	load := func(to, from asm.Register, offset int16) { add(asm.LoadMem(to, from, offset, asm.DWord)) }
+	lookup := func(of *ebpf.Map, key int32) {
+		add(
+			asm.LoadMapPtr(asm.R1, of.FD()),
+			asm.Mov.Reg(asm.R2, asm.RFP), asm.Add.Imm(asm.R2, key),
+			asm.FnMapLookupElem.Call(),
+		)
+	}
+	update := func(of *ebpf.Map, key, value int32) {
+		add(
+			asm.LoadMapPtr(asm.R1, of.FD()),
+			asm.Mov.Reg(asm.R2, asm.RFP), asm.Add.Imm(asm.R2, key),
+			asm.Mov.Reg(asm.R3, asm.RFP), asm.Add.Imm(asm.R3, value),
+			asm.Mov.Imm(asm.R4, int32(ebpf.UpdateAny)),
+			asm.FnMapUpdateElem.Call(),
+		)
+	}
+
+	// R6 is the task, R7 its nsproxy, and R8 the PID namespace of the pod's container.
+	load(asm.R6, asm.R1, 0)
+	load(asm.R7, asm.R6, f.nsproxy)
+	load(asm.R8, asm.R7, f.pidNS)
+	add(
+		asm.LoadMem(asm.R1, asm.R8, f.pidInum, asm.Word),
+		asm.LoadImm(asm.R9, int64(ownPIDNS), asm.DWord),
+		asm.JEq.Reg(asm.R1, asm.R9, "exit"),
+	)
+	for range maxLevels {
+		load(asm.R2, asm.R8, f.parent)
+		add(
+			asm.LoadMem(asm.R1, asm.R2, f.pidInum, asm.Word),
+			asm.JEq.Reg(asm.R1, asm.R9, "owner"),
+			asm.Mov.Reg(asm.R8, asm.R2),
+		)
+	}
+	add(asm.Ja.Label("exit"))
+
+	add(asm.LoadMem(asm.R1, asm.R8, f.pidInum, asm.Word).WithSymbol("owner"))
+	add(
+		asm.StoreMem(asm.RFP, stackOwn, asm.R1, asm.DWord),
+		asm.StoreMem(asm.RFP, stackKey, asm.R1, asm.Word),
+	)
+	load(asm.R1, asm.R8, f.reaper)
+	load(asm.R9, asm.R1, f.start)
+	load(asm.R1, asm.R7, f.mountNS)
+	load(asm.R1, asm.R1, f.mountID)
+	add(asm.StoreMem(asm.RFP, stackMount, asm.R1, asm.DWord))
+	lookup(m.below, stackKey)
+	add(asm.JEq.Imm(asm.R0, 0, "learn"))
+	load(asm.R1, asm.R0, 8)
+	add(asm.JNE.Reg(asm.R1, asm.R9, "learn"))
+	load(asm.R1, asm.R0, 0)
+	add(asm.StoreMem(asm.RFP, stackNetns, asm.R1, asm.DWord), asm.Ja.Label("check"))
+
+	load(asm.R1, asm.R7, f.netNS)
+	code[len(code)-1] = code[len(code)-1].WithSymbol("learn")
+	add(
+		asm.LoadMem(asm.R1, asm.R1, f.netInum, asm.Word),
+		asm.StoreMem(asm.RFP, stackNetns, asm.R1, asm.DWord),
+	)
+	lookup(m.nets, stackNetns)
+	add(
+		asm.JEq.Imm(asm.R0, 0, "exit"),
+		asm.StoreMem(asm.RFP, stackStart, asm.R9, asm.DWord),
+	)
+	update(m.below, stackKey, stackNetns)
+	load(asm.R1, asm.R7, f.pidNS)
+	add(
+		asm.LoadMem(asm.R1, asm.R1, f.pidInum, asm.Word),
+		asm.LoadMem(asm.R2, asm.RFP, stackOwn, asm.DWord),
+		asm.JNE.Reg(asm.R1, asm.R2, "check"),
+		asm.StoreImm(asm.RFP, stackVerdict, int64(knownOwn), asm.Word),
+	)
+	update(m.known, stackMount, stackVerdict)
+	add(asm.Ja.Label("exit"))
+
+	add(
+		asm.Mov.Imm(asm.R1, 0).WithSymbol("check"),
+		asm.StoreMem(asm.RFP, stackName, asm.R1, asm.DWord),
+		asm.StoreMem(asm.RFP, stackName+8, asm.R1, asm.DWord),
+		asm.StoreMem(asm.RFP, stackFresh, asm.R1, asm.DWord),
+		asm.Mov.Reg(asm.R1, asm.RFP), asm.Add.Imm(asm.R1, stackName),
+		asm.Mov.Imm(asm.R2, 16),
+		asm.FnGetCurrentComm.Call(),
+	)
+	load(asm.R1, asm.R6, f.fs)
+	load(asm.R1, asm.R1, f.rootDentry)
+	load(asm.R1, asm.R1, f.dentryInode)
+	load(asm.R2, asm.R1, f.ino)
+	load(asm.R1, asm.R1, f.superblock)
+	add(
+		asm.LoadMem(asm.R1, asm.R1, f.sDev, asm.Word),
+		asm.StoreMem(asm.RFP, stackRoot, asm.R2, asm.DWord),
+		asm.StoreMem(asm.RFP, stackRoot+8, asm.R1, asm.DWord),
+	)
+	lookup(m.known, stackMount)
+	add(
+		asm.JEq.Imm(asm.R0, 0, "fresh"),
+		asm.LoadMem(asm.R1, asm.R0, 0, asm.Word),
+		asm.JEq.Imm(asm.R1, int32(knownOwn), "exit"),
+		asm.JEq.Imm(asm.R1, int32(knownAside), "stop"),
+	)
+	lookup(m.updaters, stackName)
+	add(asm.JEq.Imm(asm.R0, 0, "exit"), asm.Ja.Label("stop"))
+
+	add(
+		asm.Mov.Imm(asm.R1, 1).WithSymbol("fresh"),
+		asm.StoreMem(asm.RFP, stackFresh, asm.R1, asm.DWord),
+	)
+	lookup(m.roots, stackRoot)
+	add(asm.JNE.Imm(asm.R0, 0, "exit"))
+
+	add(
+		asm.LoadMapPtr(asm.R1, m.events.FD()).WithSymbol("stop"),
+		asm.Mov.Imm(asm.R2, eventSize),
+		asm.Mov.Imm(asm.R3, 0),
+		asm.FnRingbufReserve.Call(),
+		asm.JEq.Imm(asm.R0, 0, "exit"),
+		asm.Mov.Reg(asm.R9, asm.R0),
+	)
+	copyFrom := func(to, from int16, size asm.Size) {
+		add(asm.LoadMem(asm.R1, asm.RFP, from, size), asm.StoreMem(asm.R9, to, asm.R1, size))
+	}
+	copyFrom(eventMount, stackMount, asm.DWord)
+	copyFrom(eventInode, stackRoot, asm.DWord)
+	copyFrom(eventDev, stackRoot+8, asm.Word)
+	copyFrom(eventNetns, stackNetns, asm.Word)
+	copyFrom(eventName, stackName, asm.DWord)
+	copyFrom(eventName+8, stackName+8, asm.DWord)
+	load(asm.R1, asm.R6, f.start)
+	add(asm.StoreMem(asm.R9, eventStart, asm.R1, asm.DWord))
+	// The numbers of both processes in the PID namespace of this daemon, which is one level above the container's.
+	load(asm.R2, asm.R6, f.threadPID)
+	load(asm.R3, asm.R8, f.reaper)
+	load(asm.R3, asm.R3, f.threadPID)
+	add(asm.LoadMem(asm.R4, asm.R8, f.level, asm.Word))
+	for level := range m.levels {
+		label := fmt.Sprintf("level%d", level)
+		at := f.numbers + int16(level)*f.upidSize
+		add(
+			asm.JNE.Imm(asm.R4, int32(level+1), label),
+			asm.LoadMem(asm.R1, asm.R2, at, asm.Word),
+			asm.StoreMem(asm.R9, eventPID, asm.R1, asm.Word),
+			asm.LoadMem(asm.R1, asm.R3, at, asm.Word),
+			asm.StoreMem(asm.R9, eventOwner, asm.R1, asm.Word),
+			asm.Ja.Label("signal"),
+			asm.Mov.Reg(asm.R5, asm.R9).WithSymbol(label),
+		)
+	}
+	add(asm.Ja.Label("discard"))
+
+	add(
+		asm.LoadMem(asm.R1, asm.RFP, stackFresh, asm.DWord).WithSymbol("signal"),
+		asm.JEq.Imm(asm.R1, 0, "send"),
+		asm.StoreImm(asm.RFP, stackVerdict, int64(knownSettled), asm.Word),
+	)
+	update(m.known, stackMount, stackVerdict)
+	add(
+		asm.Mov.Imm(asm.R1, int32(unix.SIGSTOP)).WithSymbol("send"),
+		asm.FnSendSignal.Call(),
+		asm.JNE.Imm(asm.R0, 0, "discard"),
+		asm.Mov.Reg(asm.R1, asm.R9),
+		asm.Mov.Imm(asm.R2, 0),
+		asm.FnRingbufSubmit.Call(),
+		asm.Ja.Label("exit"),
+		asm.Mov.Reg(asm.R1, asm.R9).WithSymbol("discard"),
+		asm.Mov.Imm(asm.R2, 0),
+		asm.FnRingbufDiscard.Call(),
+		asm.Mov.Imm(asm.R0, 0).WithSymbol("exit"),
+		asm.Return(),
+	)
+	return code
+}

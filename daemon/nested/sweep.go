@@ -1,0 +1,257 @@
+package nested
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// begin begins to watch pods. Containers that run before are found first: their next program is not their first. Those
+// that start meanwhile are found then.
+func (e *Engine) begin(w *watcher, pods map[uint32]string) {
+	e.sweep(w, pods)
+	e.mu.Lock()
+	for netns, uid := range pods {
+		if e.watcher != w || e.pods[netns] != uid {
+			continue
+		}
+		if err := w.watch(netns); err != nil {
+			e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
+		}
+	}
+	e.mu.Unlock()
+	e.sweep(w, pods)
+}
+
+// sweep looks at the nested containers that run already in pods.
+func (e *Engine) sweep(w *watcher, pods map[uint32]string) {
+	if !e.numbers {
+		return
+	}
+	found, err := e.list(pods)
+	if err != nil {
+		e.config.Log.Warn("a nested container is not given the CA", "err", err)
+	}
+	for _, c := range found {
+		c.lateStart = true // before others see it
+		if e.add(w, c) != c {
+			continue
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), deadline)
+		if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
+			e.warn(c.pod, c.name, err)
+		}
+		cancel()
+		e.config.Changed(c.pod)
+	}
+}
+
+// list lists the nested containers of pods, each with one of its processes.
+func (e *Engine) list(pods map[uint32]string) ([]*container, error) {
+	own, err := inodeOf("/proc/self/ns/pid")
+	if err != nil {
+		return nil, err
+	}
+	all, err := pids(e.config.Proc)
+	if err != nil {
+		return nil, err
+	}
+	l := lister{own: uint64(own), owners: map[uint64]uint64{}, inits: map[uint64]*process{}}
+	defer l.close()
+	for _, pid := range all {
+		if p, err := openProcess(e.config.Proc, pid, 0); err == nil && !l.keep(p) {
+			p.close()
+		}
+	}
+	var found []*container
+	for _, p := range l.processes {
+		c, err := e.listed(&l, p, pods)
+		if err != nil && !p.ended() {
+			return found, err
+		}
+		if c != nil {
+			found = append(found, c)
+		}
+	}
+	return found, nil
+}
+
+// listed returns the container of a process if it is one in these pods that no other process has shown.
+func (e *Engine) listed(l *lister, p *process, pods map[uint32]string) (*container, error) {
+	owner := l.inits[l.ownerOf(p)]
+	if owner == nil {
+		return nil, nil //nolint:nilnil // no container
+	}
+	_, inode, err := owner.inode("ns/net")
+	if err != nil {
+		return nil, err
+	}
+	netns := uint32(inode)
+	uid, wanted := pods[netns]
+	if !wanted {
+		return nil, nil //nolint:nilnil // no container
+	}
+	if own, err := isOwn(e.config.Proc, p, owner); err != nil || own {
+		return nil, err
+	}
+	mount, err := p.mountNumber()
+	if err != nil || l.isSeen(mount) {
+		return nil, err
+	}
+	return newContainer(p, mount, netns, uid)
+}
+
+// lister finds the pods' own containers of processes.
+type lister struct {
+	own       uint64              // the PID namespace of this process
+	owners    map[uint64]uint64   // of a PID namespace: the one above it that is right below own, or 0
+	inits     map[uint64]*process // the first processes of those
+	processes []*process          // in other PID namespaces than own
+	seen      []uint64            // mount namespaces
+}
+
+func (l *lister) close() {
+	for _, p := range l.processes {
+		p.close()
+	}
+}
+
+// keep takes over a process of a container.
+func (l *lister) keep(p *process) bool {
+	owner := l.ownerOf(p)
+	if owner == 0 {
+		return false
+	}
+	_, inode, err := p.inode("ns/pid")
+	status, statusErr := p.read("status")
+	if err != nil || statusErr != nil {
+		return false // it has ended
+	}
+	if inode == owner && isFirst(string(status)) {
+		l.inits[owner] = p
+	}
+	l.processes = append(l.processes, p)
+	return true
+}
+
+// isFirst reports whether a status is that of the first process of its PID namespace.
+func isFirst(status string) bool {
+	for line := range strings.Lines(status) {
+		if numbers, ok := strings.CutPrefix(line, "NSpid:"); ok {
+			fields := strings.Fields(numbers)
+			return len(fields) > 0 && fields[len(fields)-1] == "1"
+		}
+	}
+	return false
+}
+
+// firstOf opens the first process of the PID namespace of a process, whose end is that of the container. It is nil if
+// that process has another mount namespace.
+func firstOf(proc string, p *process) *process {
+	all, _ := pids(proc) // without them there is none
+	for _, pid := range all {
+		first, err := openProcess(proc, pid, 0)
+		if err != nil {
+			continue // it has ended
+		}
+		samePID, pidErr := sameInode(first, p, "ns/pid")
+		sameMount, mountErr := sameInode(first, p, "ns/mnt")
+		status, statusErr := first.read("status")
+		if errors.Join(pidErr, mountErr, statusErr) == nil && samePID && sameMount && isFirst(string(status)) {
+			return first
+		}
+		first.close()
+	}
+	return nil
+}
+
+// ownerOf is the PID namespace of the pod's own container in or below which a process is, or 0.
+func (l *lister) ownerOf(p *process) uint64 {
+	_, inode, err := p.inode("ns/pid")
+	if err != nil || inode == l.own {
+		return 0
+	}
+	if owner, ok := l.owners[inode]; ok {
+		return owner
+	}
+	owner, err := l.climb(p)
+	if err != nil {
+		return 0 // it has ended, or it is in no namespace below
+	}
+	l.owners[inode] = owner
+	return owner
+}
+
+// climb goes up from the PID namespace of a process.
+func (l *lister) climb(p *process) (uint64, error) {
+	at, err := p.open("ns/pid", unix.O_RDONLY)
+	if err != nil {
+		return 0, err
+	}
+	for range maxLevels {
+		inode, err := inodeOfFile(at)
+		if err != nil {
+			return 0, errors.Join(err, at.Close())
+		}
+		fd, err := unix.IoctlRetInt(int(at.Fd()), unix.NS_GET_PARENT)
+		if err = errors.Join(err, at.Close()); err != nil {
+			return 0, fmt.Errorf("looking for the parent of a PID namespace: %w", err)
+		}
+		at = os.NewFile(uintptr(fd), "the parent of a PID namespace")
+		if above, err := inodeOfFile(at); err != nil || above == l.own {
+			return inode, errors.Join(err, at.Close())
+		}
+	}
+	return 0, at.Close()
+}
+
+func inodeOfFile(f *os.File) (uint64, error) {
+	var info unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &info); err != nil {
+		return 0, &os.PathError{Op: "stat", Path: f.Name(), Err: err}
+	}
+	return info.Ino, nil
+}
+
+func (l *lister) isSeen(mount uint64) bool {
+	if slices.Contains(l.seen, mount) {
+		return true
+	}
+	l.seen = append(l.seen, mount)
+	return false
+}
+
+// getMountNumber is the ioctl NS_GET_MNTNS_ID of linux/nsfs.h, since Linux 6.11.
+const getMountNumber = 0x8008b705
+
+// mountNumber is the number of a process's mount namespace, as the BPF program reads it.
+func (p *process) mountNumber() (uint64, error) {
+	f, err := p.open("ns/mnt", unix.O_RDONLY)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = f.Close() }() // only asked
+	var number uint64
+	_, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), getMountNumber, uintptr(unsafe.Pointer(&number)))
+	if errno != 0 {
+		return 0, fmt.Errorf("asking for the number of a mount namespace: %w", errno)
+	}
+	return number, nil
+}
+
+// tellsNumbers reports whether the kernel has that ioctl, by asking for the number of this process.
+func tellsNumbers() bool {
+	self, err := openProcess("/proc", uint32(os.Getpid()), 0)
+	if err != nil {
+		return false
+	}
+	defer self.close()
+	_, err = self.mountNumber()
+	return err == nil
+}

@@ -1,0 +1,52 @@
+// try is a static program for containers, at clients.GoFile. It runs the clients that are in the container, and prints
+// the outcome of each as one line.
+//
+//	try get URL        get a URL as a client of Go's
+//	try run URL [NAME] run the client with a name, or all; an asterisk in the URL stands for the client's label
+//	try idle           do nothing until the end
+package main
+
+import (
+	"os"
+	"os/exec"
+	"os/signal"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-cni/sluice/integration/clients"
+)
+
+func main() { os.Exit(run(os.Args[1:])) }
+
+// run returns the exit code. It is 2 for wrong arguments, and tells nothing of the outcomes.
+func run(args []string) int {
+	switch {
+	case len(args) == 2 && args[0] == clients.GetCommand:
+		return clients.Get(args[1])
+	case len(args) == 1 && args[0] == clients.IdleCommand:
+		end := make(chan os.Signal, 1)
+		signal.Notify(end, unix.SIGTERM)
+		<-end
+		return 0
+	case len(args) >= 2 && args[0] == clients.RunCommand:
+		url, name := args[1], strings.Join(args[2:], " ")
+		for _, c := range clients.In("/") {
+			if name == "" || c.Name == name {
+				output, ok := c.Try(execute, strings.ReplaceAll(url, "*", c.Label()))
+				clients.Outcome{Client: c.Name, OK: ok, Output: output}.Print(os.Stdout)
+			}
+		}
+		return 0
+	}
+	return 2
+}
+
+// execute runs a program in the container's environment.
+func execute(env []string, input string, args ...string) (string, error) {
+	cmd := exec.Command(args[0], args[1:]...)
+	cmd.Env = append(os.Environ(), env...)
+	cmd.Stdin = strings.NewReader(input)
+	out, err := cmd.CombinedOutput()
+	return string(out), err
+}
