@@ -9,8 +9,8 @@ import (
 // interval is the shortest time between two lines with the same cause.
 const interval = 10 * time.Second
 
-// Lines are the log lines about one pod, about the proxies of the node, or about the upstream. Its zero value has logged
-// none. Causes are few, and never texts that a pod or a proxy chooses: they are never forgotten.
+// Lines are the log lines about one pod, about the proxies of the node, or about the upstream. Its zero value has
+// logged none. Causes are few, and never texts that a pod or a proxy chooses: they are never forgotten.
 type Lines struct {
 	mu     sync.Mutex // guards causes; no lock is taken under it
 	causes map[string]*cause
