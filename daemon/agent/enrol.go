@@ -126,8 +126,8 @@ func (a *Agent) passedBy(p optin.Running, id attach.NetnsID) (why string) {
 	if sign == "" {
 		return ""
 	}
-	return fmt.Sprintf("the runtime of its RuntimeClass %s has a network stack of its own (%s), which the rules do not "+
-		"see: with the default network model of Kata Containers the pod's connections go around the proxy, and with "+
+	return fmt.Sprintf("the runtime of its RuntimeClass %s has a network stack of its own (%s), which the rules do "+
+		"not see: with the default network model of Kata Containers the pod's connections go around the proxy, and with "+
 		"another model or runtime the wall stops them", p.RuntimeClass, sign)
 }
 

@@ -922,8 +922,8 @@ func TestUninstallWhileTheKeeperRuns(t *testing.T) {
 	}
 }
 
-// TestUninstallWithoutTheMark: the file that marks the node cannot be written, as on a full disk. The entry goes all the
-// same, and the Keeper does not put it back.
+// TestUninstallWithoutTheMark: the file that marks the node cannot be written, as on a full disk. The entry goes all
+// the same, and the Keeper does not put it back.
 func TestUninstallWithoutTheMark(t *testing.T) {
 	t.Parallel()
 	i, _ := newNode(t, map[string]string{"10-a.conflist": bridge})

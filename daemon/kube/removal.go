@@ -135,7 +135,7 @@ func (n *Node) removal(ns *corev1.Namespace, ds *appsv1.DaemonSet, node *corev1.
 
 // newlyUntolerated returns the key of a taint of node that a pod of ds on this node tolerates, and the pods that ds
 // makes now do not. Taints that this daemon's own pod does not tolerate do not count, since most come and go by
-// themselves, and neither do those of Kubernetes itself: the DaemonSet controller adds tolerations for them to its pods.
+// themselves. Those of Kubernetes itself do not either: the DaemonSet controller adds tolerations for them to its pods.
 func (n *Node) newlyUntolerated(ds *appsv1.DaemonSet, node *corev1.Node) (key string) {
 	pods, _ := n.pods.Pods(ds.Namespace).List(labels.Everything()) // a list from the cache cannot fail
 	for _, t := range node.Spec.Taints {

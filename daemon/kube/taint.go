@@ -49,9 +49,9 @@ func (n *Node) KeepTaint(ctx context.Context, after time.Duration, status func()
 }
 
 func (n *Node) keepTaint(ctx context.Context, after time.Duration, s attach.Status, now time.Time) error {
-	node, err := n.nodes.Get(n.name)
-	if err != nil {
-		return nil //nolint:nilerr // the watch has not shown the node yet
+	node := n.seen()
+	if node == nil {
+		return nil
 	}
 	n.taint.mu.Lock()
 	defer n.taint.mu.Unlock()
@@ -103,8 +103,8 @@ func (n *Node) RemoveTaint(ctx context.Context) error {
 	n.taint.mu.Lock()
 	defer n.taint.mu.Unlock()
 	n.taint.left = true
-	seen, err := n.nodes.Get(n.name)
-	if err == nil && !n.taint.added && !slices.ContainsFunc(seen.Spec.Taints, isOurs) {
+	seen := n.seen()
+	if seen != nil && !n.taint.added && !slices.ContainsFunc(seen.Spec.Taints, isOurs) {
 		return nil
 	}
 	if err := n.removeTaint(ctx); err != nil {
@@ -124,6 +124,15 @@ func (n *Node) removeTaint(ctx context.Context) error {
 	n.log.Info("node taint changed", "node", n.name, "taint", Taint, "change", "removed",
 		"reason", "sluice is being removed from this node")
 	return nil
+}
+
+// seen returns this node as the watch has shown it, or nil if it has not yet.
+func (n *Node) seen() *corev1.Node {
+	node, err := n.nodes.Get(n.name)
+	if err != nil {
+		return nil
+	}
+	return node
 }
 
 // askNode asks the API server for this node, as askOwner does; nil if it is gone.
