@@ -350,10 +350,11 @@ func checkChain(conn *nftables.Conn, t table, chain string, rules []rule) ([]str
 	for i, h := range have {
 		got[i] = fmt.Sprintf("a rule that is not ours, handle %d", h.Handle)
 		exprs := readable(h.Exprs)
-		for n := range rules {
-			if reflect.DeepEqual(exprs, wanted[n]) {
-				got[i] = want[n]
-			}
+		is := func(wanted []expr.Any) bool { return reflect.DeepEqual(exprs, wanted) }
+		if i < len(rules) && is(wanted[i]) { // in its place, as nearly all are
+			got[i] = want[i]
+		} else if n := slices.IndexFunc(wanted, is); n >= 0 {
+			got[i] = want[n]
 		}
 	}
 	return diff(where, got, want), nil
