@@ -127,8 +127,8 @@ func (a *Agent) passedBy(p optin.Running, id attach.NetnsID) (why string) {
 		return ""
 	}
 	return fmt.Sprintf("the runtime of its RuntimeClass %s has a network stack of its own (%s), which the rules do "+
-		"not see: with the default network model of Kata Containers the pod's connections go around the proxy, and with "+
-		"another model or runtime the wall stops them", p.RuntimeClass, sign)
+		"not see: with the default network model of Kata Containers the pod's connections go around the proxy, and "+
+		"with another model or runtime the wall stops them", p.RuntimeClass, sign)
 }
 
 // enrolAll enrols the missing pods among the running ones, and leaves in reasons those that are not captured then.

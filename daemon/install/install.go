@@ -282,7 +282,7 @@ func isNamed(path string, files []string) bool {
 }
 
 // Uninstall removes the entry and the copies that have it, also if it cannot mark the node as uninstalled. It removes
-// the binary only if that has succeeded, and there are no attachment records, because the DEL of these pods needs it; it
+// the binary only if that has succeeded and there are no attachment records, because the DEL of these pods needs it. It
 // returns their number.
 func (i Installer) Uninstall() (attachments int, err error) {
 	unlock, err := lock(i.StateDir)
