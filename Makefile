@@ -106,7 +106,7 @@ demo: ## * Show in under a minute that a pod's connections wait for a late proxy
 e2e: cluster-up bin/tools/helm ## * Run the end-to-end tests on a Kubernetes node on this machine, then remove the node
 	trap '$(MAKE) -C $(CURDIR) cluster-down' EXIT; cd integration/cluster && \
 		KUBECONFIG=$(CURDIR)/bin/cluster/node/kubeconfig E2E_ON_NODE='$(CURDIR)/bin/cluster/cluster exec -- sh -c' \
-			go test -count=1 -timeout 30m ./e2e && go test -count=1 $$(go list ./... | grep -v /e2e$$)
+			go test -count=1 -timeout 45m ./e2e && go test -count=1 $$(go list ./... | grep -v /e2e$$)
 
 bench-e2e: cluster-up ## * Measure pod starts and a full node on such a node against their budgets
 	trap '$(MAKE) -C $(CURDIR) cluster-down' EXIT; cd integration/cluster && \
