@@ -1,6 +1,7 @@
 package splice
 
 import (
+	"bytes"
 	"errors"
 	"io"
 	"os"
@@ -8,6 +9,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -119,5 +121,46 @@ func TestAnswerOfAPeerThatFailsArrives(t *testing.T) {
 			t.Errorf("the app sends: got %v, want a reset", err)
 		}
 		<-e.done
+	}
+}
+
+// TestSlowAnswerOfAPeerThatFailsArrives, however long it takes an app that goes on reading: from the send buffer of the
+// app's connection, or if that is small, also from the receive buffer of the peer's.
+func TestSlowAnswerOfAPeerThatFailsArrives(t *testing.T) {
+	t.Parallel()
+	const size, part = 128 << 10, 4 << 10
+	for name, buffer := range map[string]int{"large send buffer": 2 * size, "small send buffer": part} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			e := joined(t, "", nil)
+			if err := errors.Join(e.app.SetReadBuffer(part), e.nearApp.SetWriteBuffer(buffer)); err != nil {
+				t.Fatal(err)
+			}
+			go func() {
+				for err := error(nil); err == nil; {
+					_, err = e.app.Write(make([]byte, 64<<10)) // it will be reset
+				}
+			}()
+			if _, err := e.up.Read(make([]byte, 10)); err != nil {
+				t.Fatal(err)
+			}
+			answer := testbed.RandomBytes(size)
+			testbed.Send(t, e.up, string(answer))
+			testbed.Eventually(t, "the daemon's kernel has the answer", func() bool { return socket.IsDelivered(e.up) })
+			socket.Reset(e.up)
+			pace := time.NewTicker(drainTimeout * 3 / 2 / (size / part))
+			defer pace.Stop()
+			got := make([]byte, size)
+			for from := 0; from < size; from += part {
+				<-pace.C
+				if n, err := io.ReadFull(e.app, got[from:from+part]); err != nil {
+					t.Fatalf("got %d bytes of %d, then %v", from+n, size, err)
+				}
+			}
+			if !bytes.Equal(got, answer) {
+				t.Error("got other bytes than were sent")
+			}
+			<-e.done
+		})
 	}
 }

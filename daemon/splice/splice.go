@@ -105,10 +105,9 @@ func (p *Pair) copyToPeer(answered <-chan struct{}) int64 {
 	n, err := carry(p.Peer, p.App)
 	switch {
 	case errors.Is(err, errTo):
-		select {
-		case <-answered: // and both are reset
-		case <-time.After(drainTimeout):
-			p.reset()
+		d := p.watchDelivery()
+		if !poll(answered, deliverPause, func() bool { return d.quiet() > drainTimeout }) {
+			p.reset() // else both are reset already
 		}
 	case err != nil:
 		p.reset()
@@ -182,8 +181,8 @@ const (
 // holdFIN returns when the app's FIN may be passed on: the other direction has ended, the app has closed its socket, or
 // the other direction has been quiet for long.
 func (p *Pair) holdFIN(answered <-chan struct{}) {
-	last, since := socket.Delivered(p.App), time.Now()
-	poll(answered, func() (done bool) {
+	d := p.watchDelivery()
+	poll(answered, time.Second, func() (done bool) {
 		quiet := quietUnknown
 		switch p.AppState() {
 		case sockdiag.AppClosed:
@@ -191,10 +190,7 @@ func (p *Pair) holdFIN(answered <-chan struct{}) {
 		case sockdiag.AppOpen:
 			quiet = quietOpen
 		}
-		if now := socket.Delivered(p.App); now != last {
-			last, since = now, time.Now()
-		}
-		return time.Since(since) > quiet
+		return d.quiet() > quiet
 	})
 }
 
@@ -204,7 +200,7 @@ func (p *Pair) endWithApp(answered <-chan struct{}) {
 	if sleep(answered, time.Millisecond) { // most peers end their side at once
 		return
 	}
-	poll(answered, func() (done bool) {
+	poll(answered, time.Second, func() (done bool) {
 		// An app whose state is unknown shows by a reset, with which its kernel answers keepalives.
 		gone := socket.IsReset(p.App) || socket.IsFINAcked(p.Peer) && p.AppState() == sockdiag.AppClosed
 		if gone {
@@ -214,30 +210,49 @@ func (p *Pair) endWithApp(answered <-chan struct{}) {
 	})
 }
 
-// drainTimeout bounds how long the answer of a peer that has failed may take to reach the app. The bytes are those that
-// the kernel has received of it, so there are no more than a receive buffer holds.
+// drainTimeout bounds how long the answer of a peer that has failed may make no progress to the app. The bytes are those
+// that the kernel has received of it, so there are no more than a receive buffer holds.
 const drainTimeout = 5 * time.Second
 
-// deliver returns when the app's kernel has all that was written to the app: a reset would overtake it.
+// deliverPause is the longest pause between looks at such an answer: the reset that follows it comes no later.
+const deliverPause = 100 * time.Millisecond
+
+// deliver returns when the app's kernel has all that was written to the app: a reset would overtake it. It gives up an
+// app that does not read.
 func (p *Pair) deliver() {
-	late := time.After(drainTimeout)
-	for pause := time.Millisecond; !socket.IsDelivered(p.App) && !socket.IsReset(p.App); pause *= 2 {
-		select {
-		case <-late:
-			return
-		case <-time.After(pause):
-		}
-	}
+	d := p.watchDelivery()
+	poll(nil, deliverPause, func() bool {
+		return socket.IsDelivered(p.App) || socket.IsReset(p.App) || d.quiet() > drainTimeout
+	})
 }
 
-// poll calls check until it returns true, or until stop is closed. It polls because the kernel reports no event when
-// the app closes its socket.
-func poll(stop <-chan struct{}, check func() (done bool)) {
-	for pause := time.Millisecond; !check(); pause = min(2*pause, time.Second) {
+// delivery tells how long nothing has arrived at the app.
+type delivery struct {
+	app   socket.Stream
+	bytes uint64
+	since time.Time
+}
+
+func (p *Pair) watchDelivery() *delivery {
+	return &delivery{p.App, socket.Delivered(p.App), time.Now()}
+}
+
+func (d *delivery) quiet() time.Duration {
+	if now := socket.Delivered(d.app); now != d.bytes {
+		d.bytes, d.since = now, time.Now()
+	}
+	return time.Since(d.since)
+}
+
+// poll calls check until it returns true, or until stop is closed, with pauses that double up to longest. It polls
+// because the kernel reports no event when the app closes its socket, or when its bytes arrive there.
+func poll(stop <-chan struct{}, longest time.Duration, check func() (done bool)) (stopped bool) {
+	for pause := time.Millisecond; !check(); pause = min(2*pause, longest) {
 		if sleep(stop, pause) {
-			return
+			return true
 		}
 	}
+	return false
 }
 
 // sleep returns true as soon as stop is closed.
