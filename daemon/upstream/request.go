@@ -43,6 +43,9 @@ type Request struct {
 	// Trust is that of the pod. Nested marks a connection of a container that a Docker in the pod started.
 	Trust  attach.PodTrust
 	Nested bool
+	// More says that bytes of the app will follow at once, if the protocol has no answer. The upstream then wakes once
+	// for both.
+	More bool
 }
 
 // HalfClose reports whether the upstream's protocol carries the end of one direction alone.
