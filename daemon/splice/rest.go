@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime/debug"
 	"sync"
 	"time"
 
@@ -134,7 +135,12 @@ type sleepers struct {
 	mu    sync.Mutex // guards the fields below; no lock is taken under it
 	epoll *os.File   // nil before the first pair
 	pairs map[int]*joint
+	added int // since memory was given back
 }
+
+// giveBackAfter is the number of pairs that have begun to rest after which the memory of their goroutines, some 5 KiB
+// each, is given back to the kernel. By itself the Go runtime keeps it for many minutes where little garbage is made.
+const giveBackAfter = 1000
 
 // all has the pairs of every Set: they share one epoll and one goroutine, which end with the process.
 var all = sleepers{pairs: map[int]*joint{}}
@@ -163,8 +169,13 @@ func (s *sleepers) add(p *joint) error {
 	})
 	if err != nil {
 		s.removeLocked(p)
+		return err
 	}
-	return err
+	if s.added++; s.added >= giveBackAfter {
+		s.added = 0
+		go debug.FreeOSMemory()
+	}
+	return nil
 }
 
 func (s *sleepers) remove(p *joint) {
