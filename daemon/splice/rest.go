@@ -171,7 +171,8 @@ func (s *sleepers) add(p *joint) error {
 		s.removeLocked(p)
 		return err
 	}
-	if s.added++; s.added >= giveBackAfter {
+	s.added++
+	if s.added >= giveBackAfter {
 		s.added = 0
 		go debug.FreeOSMemory()
 	}

@@ -243,8 +243,8 @@ func (p *joint) endWithApp() {
 	})
 }
 
-// drainTimeout bounds how long the answer of a peer that has failed may make no progress to the app. The bytes are those
-// that the kernel has received of it, so there are no more than a receive buffer holds.
+// drainTimeout bounds how long the answer of a peer that has failed may make no progress to the app. The bytes are
+// those that the kernel has received of it, so there are no more than a receive buffer holds.
 const drainTimeout = 5 * time.Second
 
 // deliverPause is the longest pause between looks at such an answer: the reset that follows it comes no later.

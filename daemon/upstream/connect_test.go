@@ -198,8 +198,8 @@ func TestConnectAnswersAreClassified(t *testing.T) {
 		{"400", "HTTP/1.1 400 Bad Request\r\n\r\n", hangUp, ErrMisconfigured, "400"},
 		{"a redirect", "HTTP/1.1 301 Moved Permanently\r\nLocation: /\r\n\r\n", hangUp, ErrMisconfigured, "301"},
 		{
-			"interim answers", "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 x\r\nA: b\r\n\r\nHTTP/1.1 200 OK\r\n\r\n", hangUp,
-			nil, "",
+			"interim answers", "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 x\r\nA: b\r\n\r\nHTTP/1.1 200 OK\r\n\r\n",
+			hangUp, nil, "",
 		},
 		{
 			"an interim answer before a refusal", "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 403 Forbidden\r\n\r\n", hangUp,
