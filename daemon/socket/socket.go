@@ -60,6 +60,26 @@ func CloseWrite(c Stream) error {
 	return Control(c, func(fd int) error { return unix.Shutdown(fd, unix.SHUT_WR) })
 }
 
+// SendMore writes b, which the kernel holds back until the next bytes follow, or for 200 ms.
+func SendMore(c syscall.Conn, b []byte) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	werr := raw.Write(func(fd uintptr) bool {
+		for err = nil; err == nil && len(b) > 0; {
+			var n int
+			n, err = unix.SendmsgN(int(fd), b, nil, nil, unix.MSG_MORE|unix.MSG_NOSIGNAL)
+			b = b[max(n, 0):]
+		}
+		return !errors.Is(err, unix.EAGAIN)
+	})
+	if werr != nil {
+		return werr
+	}
+	return err
+}
+
 // Control calls do with the descriptor of c. The errors are that of do, and that of a c that is closed.
 func Control(c syscall.Conn, do func(fd int) error) error {
 	raw, err := c.SyscallConn()
@@ -92,6 +112,9 @@ func IsOver(c syscall.Conn) (reset, empty bool) {
 	s := state(c)
 	return s == tcpClose, s == tcpCloseWait && length(c, unix.SIOCINQ) == 0
 }
+
+// HasBytes reports whether there are bytes to read.
+func HasBytes(c syscall.Conn) bool { return length(c, unix.SIOCINQ) > 0 }
 
 // IsDelivered reports whether the peer's kernel has acknowledged every byte that was written to c.
 func IsDelivered(c syscall.Conn) bool { return length(c, unix.SIOCOUTQ) == 0 }

@@ -2,6 +2,7 @@ package splice
 
 import (
 	"errors"
+	"os"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -12,38 +13,55 @@ import (
 // errTo marks the error of a flow whose receiver has failed, and not its sender.
 var errTo = errors.New("writing")
 
+// errRests is the error of a flow whose goroutine is to end until there is data.
+var errRests = errors.New("the pair rests")
+
 // flow carries the bytes of one direction.
 type flow struct {
+	pair     *joint
+	run      func() // carries on after a rest
 	from, to syscall.RawConn
 	vessel   vessel // nil while there is nothing to carry
-	n        int64  // bytes carried
+	waits    bool
 	got      int
 	err      error
 }
 
-// carry carries bytes until the data ends, and counts them. An error of the receiver is errTo.
-func carry(to, from socket.Stream) (int64, error) {
-	f := flow{}
+// carry carries bytes until the data ends, and adds their number to n. An error of the receiver is errTo. If the error
+// is errRests, run will be called.
+func (p *joint) carry(to, from socket.Stream, n *int64, run func()) error {
+	f := flow{pair: p, run: run}
 	var err error
 	if f.from, err = from.SyscallConn(); err != nil {
-		return 0, err
+		return err
 	}
 	if f.to, err = to.SyscallConn(); err != nil {
-		return 0, errors.Join(errTo, err)
+		return errors.Join(errTo, err)
 	}
 	for {
 		if err := f.fill(); err != nil || f.got == 0 {
-			return f.n, err
+			return err
 		}
 		if err := f.drain(); err != nil {
-			return f.n, errors.Join(errTo, err)
+			return errors.Join(errTo, err)
 		}
+		*n += int64(f.got)
 	}
 }
 
 // fill waits for bytes, without a vessel.
 func (f *flow) fill() error {
 	err := f.from.Read(f.tryFill)
+	for f.waits {
+		f.waits = false
+		leaves, again := f.pair.endWait(errors.Is(err, os.ErrDeadlineExceeded), f.run)
+		if leaves {
+			return errRests
+		}
+		if again {
+			err = f.from.Read(f.tryFill)
+		}
+	}
 	if err == nil {
 		err = f.err
 	}
@@ -63,6 +81,10 @@ func (f *flow) tryFill(fd uintptr) (done bool) {
 	}
 	f.vessel.release()
 	f.vessel = nil
+	if !f.waits {
+		f.waits = true
+		f.pair.beginWait()
+	}
 	return false
 }
 
@@ -76,7 +98,6 @@ func (f *flow) drain() error {
 		f.vessel.discard()
 		return err
 	}
-	f.n += int64(f.got)
 	return nil
 }
 

@@ -3,6 +3,7 @@ package splice
 import (
 	"errors"
 	"runtime"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 )
@@ -30,11 +31,18 @@ type pipe struct {
 // pipeSize is the size that most kernels allow to any user.
 const pipeSize = 1 << 20
 
-// spares are pipes that no flow has. No more are in use at a time than there are processors, but for those whose reader
-// is slow.
-var spares = make(chan *pipe, runtime.GOMAXPROCS(0))
+// maxPipes bounds the pipes of this process to a quarter of the pages that all pipes of root may have by default. No
+// more are in use at a time than there are processors, but for those whose receiver does not read.
+const maxPipes = 16
 
-// newVessel returns a pipe, or a buffer if the process has no descriptors left.
+var (
+	// spares are pipes that no flow has.
+	spares = make(chan *pipe, min(maxPipes, runtime.GOMAXPROCS(0)))
+	// openPipes counts the spares and those that are in use.
+	openPipes atomic.Int32
+)
+
+// newVessel returns a pipe, or a buffer if there are as many pipes as may be, or the process has no descriptors left.
 func newVessel() vessel {
 	select {
 	case p := <-spares:
@@ -42,7 +50,8 @@ func newVessel() vessel {
 	default:
 	}
 	var fds [2]int
-	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC|unix.O_NONBLOCK); err != nil {
+	if openPipes.Add(1) > maxPipes || unix.Pipe2(fds[:], unix.O_CLOEXEC|unix.O_NONBLOCK) != nil {
+		openPipes.Add(-1)
 		return &buffer{}
 	}
 	_, _ = unix.FcntlInt(uintptr(fds[0]), unix.F_SETPIPE_SZ, pipeSize) // a smaller one is slower
@@ -78,6 +87,7 @@ func (p *pipe) release() {
 func (p *pipe) discard() {
 	_ = unix.Close(p.r) // pipes have no errors
 	_ = unix.Close(p.w)
+	openPipes.Add(-1)
 }
 
 // buffer carries bytes through the memory of this process.

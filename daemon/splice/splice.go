@@ -25,10 +25,20 @@ type Pair struct {
 	HalfClose bool
 	// AppState looks at the app's socket.
 	AppState func() sockdiag.AppState
+}
 
-	closed  func(bytes uint64) // called once, before the connections are closed
-	once    *sync.Once
-	passing *atomic.Bool // set before a FIN is passed on to Peer
+// joint is a pair that is joined.
+type joint struct {
+	Pair
+	set      *Set
+	done     func() // called when both connections are closed
+	forget   func() bool
+	answered chan struct{} // closed when the direction to the app has ended
+	up, down int64         // bytes; each belongs to the goroutine of its direction
+	once     sync.Once
+	passing  atomic.Bool // set before a FIN is passed on to Peer
+	gone     atomic.Bool // set before the direction to the app is ended by a deadline
+	quiet    quiet
 }
 
 // Set counts the pairs that are joined. Its zero value is an empty set.
@@ -61,27 +71,23 @@ func (s *Set) Join(ctx context.Context, p Pair) {
 	wg.Wait()
 }
 
-// Start is Join in goroutines of its own, whose stacks are as small as they can be: a connection may be idle for hours.
-// It calls done when both connections are closed.
-func (s *Set) Start(ctx context.Context, p Pair, done func()) {
-	s.add(p.App)
-	p.once, p.passing, p.closed = new(sync.Once), new(atomic.Bool), func(bytes uint64) { s.remove(p.App, bytes) }
+// Start is Join in goroutines of its own, whose stacks are as small as they can be, and which end while nothing is
+// carried: a connection may be idle for hours. It calls done when both connections are closed.
+func (s *Set) Start(ctx context.Context, pair Pair, done func()) { s.start(ctx, pair, done) }
+
+func (s *Set) start(ctx context.Context, pair Pair, done func()) *joint {
+	s.add(pair.App)
+	p := &joint{Pair: pair, set: s, done: done, answered: make(chan struct{})}
 	// If this process is killed, the kernel resets this one too: a part of the data must not be taken for all of it.
 	_ = socket.SetResetOnClose(p.Peer, true) // fails only if closed, as the calls below will then
-	stop := context.AfterFunc(ctx, p.reset)
-	answered := make(chan struct{}) // closed when the direction to the app has ended
-	var down int64
-	go func() {
-		defer close(answered)
-		down = p.copyToApp()
-	}()
-	go func() {
-		defer done()
-		defer stop()
-		up := p.copyToPeer(answered)
-		<-answered
-		p.close(uint64(up + down))
-	}()
+	p.beginLooks()
+	p.forget = context.AfterFunc(ctx, func() {
+		p.reset()
+		p.resume() // the goroutines end by that
+	})
+	go p.toApp()
+	go p.toPeer()
+	return p
 }
 
 func (s *Set) add(app socket.Stream) {
@@ -100,38 +106,63 @@ func (s *Set) remove(app socket.Stream, bytes uint64) {
 	delete(s.open, app)
 }
 
-// copyToPeer returns when this direction has ended and the other direction needs no attention any more.
-func (p *Pair) copyToPeer(answered <-chan struct{}) int64 {
-	n, err := carry(p.Peer, p.App)
+// toPeer is the goroutine of the direction to the peer. It ends the pair.
+func (p *joint) toPeer() {
+	if p.copyToPeer() {
+		<-p.answered
+		p.endLooks()
+		p.close(uint64(p.up + p.down))
+		p.forget()
+		p.done()
+	}
+}
+
+// toApp is the goroutine of the direction to the app.
+func (p *joint) toApp() {
+	if p.copyToApp() {
+		close(p.answered)
+	}
+}
+
+// copyToPeer returns true when this direction has ended and the other direction needs no attention any more, and false
+// if the pair rests.
+func (p *joint) copyToPeer() (ended bool) {
+	err := p.carry(p.Peer, p.App, &p.up, p.toPeer)
 	switch {
+	case errors.Is(err, errRests):
+		return false
 	case errors.Is(err, errTo):
-		select {
-		case <-answered: // and both are reset
-		case <-time.After(drainTimeout):
-			p.reset()
+		d := p.watchDelivery()
+		if !poll(p.answered, deliverPause, func() bool { return d.quiet() > drainTimeout }) {
+			p.reset() // else both are reset already
 		}
 	case err != nil:
 		p.reset()
 	default:
 		if !p.HalfClose {
-			p.holdFIN(answered)
+			p.holdFIN()
 		}
 		p.passing.Store(true)
 		p.passFIN(p.Peer)
-		p.endWithApp(answered)
+		p.endWithApp()
 	}
-	return n
+	return true
 }
 
-func (p *Pair) copyToApp() int64 {
+// copyToApp returns false if the pair rests.
+func (p *joint) copyToApp() (ended bool) {
 	if len(p.First) > 0 {
 		if _, err := p.App.Write(p.First); err != nil {
 			p.reset()
-			return 0
+			return true
 		}
+		p.down += int64(len(p.First))
+		p.First = nil
 	}
-	n, err := carry(p.App, p.Peer)
+	err := p.carry(p.App, p.Peer, &p.down, p.toApp)
 	switch {
+	case errors.Is(err, errRests):
+		return false
 	case err == nil && !p.peerFailed():
 		p.passFIN(p.App)
 	case errors.Is(err, errTo):
@@ -140,32 +171,32 @@ func (p *Pair) copyToApp() int64 {
 		p.deliver()
 		p.reset()
 	}
-	return n + int64(len(p.First))
+	return true
 }
 
 // peerFailed tells a reset of the peer from the end of its data. The kernel reports a reset once: if the direction to
 // the peer has got it, reading ends as if the peer had sent a FIN. Without a FIN to the peer, only a reset closes.
-func (p *Pair) peerFailed() bool { return socket.IsReset(p.Peer) && !p.passing.Load() }
+func (p *joint) peerFailed() bool { return socket.IsReset(p.Peer) && !p.passing.Load() }
 
-func (p *Pair) passFIN(to socket.Stream) {
+func (p *joint) passFIN(to socket.Stream) {
 	if err := socket.CloseWrite(to); err != nil {
 		p.reset()
 	}
 }
 
 // reset ends both connections with a RST.
-func (p *Pair) reset() {
+func (p *joint) reset() {
 	p.once.Do(func() {
-		p.closed(socket.Carried(p.App))
+		p.set.remove(p.App, socket.Carried(p.App))
 		socket.Reset(p.App)
 		socket.Reset(p.Peer)
 	})
 }
 
 // close ends both connections. The data in the send buffers still arrives.
-func (p *Pair) close(bytes uint64) {
+func (p *joint) close(bytes uint64) {
 	p.once.Do(func() {
-		p.closed(bytes)
+		p.set.remove(p.App, bytes)
 		for _, c := range []socket.Stream{p.App, p.Peer} {
 			_ = errors.Join(socket.SetResetOnClose(c, false), c.Close()) // fails only if closed
 		}
@@ -181,9 +212,9 @@ const (
 
 // holdFIN returns when the app's FIN may be passed on: the other direction has ended, the app has closed its socket, or
 // the other direction has been quiet for long.
-func (p *Pair) holdFIN(answered <-chan struct{}) {
-	last, since := socket.Delivered(p.App), time.Now()
-	poll(answered, func() (done bool) {
+func (p *joint) holdFIN() {
+	d := p.watchDelivery()
+	poll(p.answered, time.Second, func() (done bool) {
 		quiet := quietUnknown
 		switch p.AppState() {
 		case sockdiag.AppClosed:
@@ -191,53 +222,70 @@ func (p *Pair) holdFIN(answered <-chan struct{}) {
 		case sockdiag.AppOpen:
 			quiet = quietOpen
 		}
-		if now := socket.Delivered(p.App); now != last {
-			last, since = now, time.Now()
-		}
-		return time.Since(since) > quiet
+		return d.quiet() > quiet
 	})
 }
 
 // endWithApp ends the other direction once the app has gone and all of its data has arrived. A peer that never ends its
 // side would keep both connections for ever: mitmproxy 8.1.1 does not, if the client ends first.
-func (p *Pair) endWithApp(answered <-chan struct{}) {
-	if sleep(answered, time.Millisecond) { // most peers end their side at once
+func (p *joint) endWithApp() {
+	if sleep(p.answered, time.Millisecond) { // most peers end their side at once
 		return
 	}
-	poll(answered, func() (done bool) {
+	poll(p.answered, time.Second, func() (done bool) {
 		// An app whose state is unknown shows by a reset, with which its kernel answers keepalives.
 		gone := socket.IsReset(p.App) || socket.IsFINAcked(p.Peer) && p.AppState() == sockdiag.AppClosed
 		if gone {
+			p.gone.Store(true)
 			_ = p.Peer.SetReadDeadline(time.Unix(1, 0)) // fails only if that direction has ended
 		}
 		return gone
 	})
 }
 
-// drainTimeout bounds how long the answer of a peer that has failed may take to reach the app. The bytes are those that
-// the kernel has received of it, so there are no more than a receive buffer holds.
+// drainTimeout bounds how long the answer of a peer that has failed may make no progress to the app. The bytes are
+// those that the kernel has received of it, so there are no more than a receive buffer holds.
 const drainTimeout = 5 * time.Second
 
-// deliver returns when the app's kernel has all that was written to the app: a reset would overtake it.
-func (p *Pair) deliver() {
-	late := time.After(drainTimeout)
-	for pause := time.Millisecond; !socket.IsDelivered(p.App) && !socket.IsReset(p.App); pause *= 2 {
-		select {
-		case <-late:
-			return
-		case <-time.After(pause):
-		}
-	}
+// deliverPause is the longest pause between looks at such an answer: the reset that follows it comes no later.
+const deliverPause = 100 * time.Millisecond
+
+// deliver returns when the app's kernel has all that was written to the app: a reset would overtake it. It gives up an
+// app that does not read.
+func (p *joint) deliver() {
+	d := p.watchDelivery()
+	poll(nil, deliverPause, func() bool {
+		return socket.IsDelivered(p.App) || socket.IsReset(p.App) || d.quiet() > drainTimeout
+	})
 }
 
-// poll calls check until it returns true, or until stop is closed. It polls because the kernel reports no event when
-// the app closes its socket.
-func poll(stop <-chan struct{}, check func() (done bool)) {
-	for pause := time.Millisecond; !check(); pause = min(2*pause, time.Second) {
+// delivery tells how long nothing has arrived at the app.
+type delivery struct {
+	app   socket.Stream
+	bytes uint64
+	since time.Time
+}
+
+func (p *joint) watchDelivery() *delivery {
+	return &delivery{p.App, socket.Delivered(p.App), time.Now()}
+}
+
+func (d *delivery) quiet() time.Duration {
+	if now := socket.Delivered(d.app); now != d.bytes {
+		d.bytes, d.since = now, time.Now()
+	}
+	return time.Since(d.since)
+}
+
+// poll calls check until it returns true, or until stop is closed, with pauses that double up to longest. It polls
+// because the kernel reports no event when the app closes its socket, or when its bytes arrive there.
+func poll(stop <-chan struct{}, longest time.Duration, check func() (done bool)) (stopped bool) {
+	for pause := time.Millisecond; !check(); pause = min(2*pause, longest) {
 		if sleep(stop, pause) {
-			return
+			return true
 		}
 	}
+	return false
 }
 
 // sleep returns true as soon as stop is closed.

@@ -21,6 +21,7 @@ import (
 // ends are the far ends of the two connections of a pair that is joined.
 type ends struct {
 	app, up *net.TCPConn
+	nearApp *net.TCPConn // joined with the one to up
 	set     Set
 	done    chan struct{} // closed when Join returns
 	cancel  context.CancelFunc
@@ -34,7 +35,8 @@ func joined(t *testing.T, first string, appState func() sockdiag.AppState) *ends
 	if appState == nil {
 		p.AppState = func() sockdiag.AppState { return sockdiag.AppUnknown }
 	}
-	e.app, p.App = testbed.ConnPair(t)
+	e.app, e.nearApp = testbed.ConnPair(t)
+	p.App = e.nearApp
 	e.up, p.Peer = testbed.ConnPair(t)
 	var ctx context.Context
 	ctx, e.cancel = context.WithCancel(t.Context())

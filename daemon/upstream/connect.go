@@ -24,6 +24,8 @@ const (
 	maxAnswer = 64 << 10
 	// maxReason bounds how much of an error page is read to find the reason, in bytes.
 	maxReason = 4 << 10
+	// maxInterim bounds the number of interim answers before the final one.
+	maxInterim = 8
 )
 
 // askConnect asks with HTTP CONNECT (RFC 9110, section 9.3.6). It sends nothing after the request until the answer has
@@ -35,6 +37,9 @@ func askConnect(conn net.Conn, req Request, secret string) ([]byte, error) {
 	ending := &ending{Reader: io.LimitReader(conn, maxAnswer)}
 	answer := bufio.NewReader(ending)
 	resp, err := http.ReadResponse(answer, &http.Request{Method: http.MethodConnect})
+	for n := 0; n < maxInterim && err == nil && isInterim(resp); n++ {
+		resp, err = http.ReadResponse(answer, resp.Request)
+	}
 	switch {
 	case err == nil:
 	case lost(err), ending.err != nil:
@@ -48,6 +53,11 @@ func askConnect(conn net.Conn, req Request, secret string) ([]byte, error) {
 		return first, err
 	}
 	return nil, refusal(conn, resp)
+}
+
+// isInterim reports whether another answer follows (RFC 9110, section 15.2). After 101 comes another protocol.
+func isInterim(resp *http.Response) bool {
+	return resp.StatusCode/100 == 1 && resp.StatusCode != http.StatusSwitchingProtocols
 }
 
 // ending remembers the read error of a connection: to the parser, an answer that is cut off looks malformed.

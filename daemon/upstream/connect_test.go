@@ -198,6 +198,20 @@ func TestConnectAnswersAreClassified(t *testing.T) {
 		{"405", "HTTP/1.1 405 Method Not Allowed\r\n\r\n", hangUp, ErrMisconfigured, "405"},
 		{"400", "HTTP/1.1 400 Bad Request\r\n\r\n", hangUp, ErrMisconfigured, "400"},
 		{"a redirect", "HTTP/1.1 301 Moved Permanently\r\nLocation: /\r\n\r\n", hangUp, ErrMisconfigured, "301"},
+		{
+			"interim answers", "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 x\r\nA: b\r\n\r\nHTTP/1.1 200 OK\r\n\r\n",
+			hangUp, nil, "",
+		},
+		{
+			"an interim answer before a refusal", "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 403 Forbidden\r\n\r\n", hangUp,
+			ErrUnreachable, "403",
+		},
+		{"an interim answer alone", "HTTP/1.1 100 Continue\r\n\r\n", hangUp, ErrLate, "ended before the answer"},
+		{
+			"interim answers without end", strings.Repeat("HTTP/1.1 100 Continue\r\n\r\n", 1000), stayOpen,
+			ErrMisconfigured, "100",
+		},
+		{"101", "HTTP/1.1 101 Switching Protocols\r\n\r\n", stayOpen, ErrMisconfigured, "101"},
 		{"another protocol", "SSH-2.0-OpenSSH_9.2\r\n", hangUp, ErrMisconfigured, "not HTTP"},
 		{"a TLS alert", "\x15\x03\x01\x00\x02\x02\x0a\n\n", hangUp, ErrMisconfigured, "not HTTP"},
 		{"closed before the answer", "", hangUp, ErrLate, "ended before the answer"},

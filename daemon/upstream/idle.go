@@ -51,14 +51,6 @@ func (c *idleConn) Read(p []byte) (int, error) {
 	return c.TCPConn.Read(p)
 }
 
-// endWatch ends the watch for a protocol without an answer, when the request has been written.
-func (c *idleConn) endWatch() error {
-	c.asked()
-	_ = c.SetReadDeadline(time.Unix(1, 0)) // fails only on a closed connection, as the next call will
-	<-c.ended
-	return c.SetReadDeadline(time.Time{})
-}
-
 // isReadable reports whether conn has bytes, or has ended.
 func isReadable(conn *net.TCPConn) (readable bool) {
 	err := socket.Control(conn, func(fd int) error {

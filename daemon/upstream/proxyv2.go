@@ -5,6 +5,9 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"syscall"
+
+	"github.com/sluice-cni/sluice/daemon/socket"
 )
 
 // The header of the PROXY protocol, version 2 (section 2.2 of proxy-protocol.txt in HAProxy's documentation).
@@ -26,15 +29,18 @@ const (
 // maxField bounds a field. Names of Kubernetes have at most 253 bytes.
 const maxField = 255
 
-// announce sends the header. There is no answer: the upstream has the connection when its kernel has accepted it.
+// announce sends the header. There is no answer: the upstream has the connection when its kernel has accepted it. The
+// watch of an idle connection goes on until the first bytes from the upstream: the next reader waits for its end.
 func announce(conn net.Conn, req Request) ([]byte, error) {
-	if _, err := conn.Write(proxyHeader(req)); err != nil {
+	send := func(b []byte) error { _, err := conn.Write(b); return err }
+	if req.More {
+		send = func(b []byte) error { return socket.SendMore(conn.(syscall.Conn), b) }
+	}
+	if err := send(proxyHeader(req)); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrLate, err)
 	}
 	if idle, is := conn.(*idleConn); is {
-		if err := idle.endWatch(); err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrLate, err)
-		}
+		idle.asked()
 	}
 	return nil, nil
 }

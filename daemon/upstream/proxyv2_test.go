@@ -8,7 +8,10 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/sluice-cni/sluice/daemon/config"
+	"github.com/sluice-cni/sluice/daemon/socket"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/attach"
 )
@@ -120,6 +123,43 @@ func TestIdleConnectionIsTakenOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 		testbed.CheckReads(t, "the relay", conn, "hello")
+	}
+}
+
+// TestHeaderTravelsWithTheFirstBytes, in one segment, if they follow at once: the proxy wakes once.
+func TestHeaderTravelsWithTheFirstBytes(t *testing.T) {
+	t.Parallel()
+	segments := make(chan uint32)
+	p := startProxy(t, "127.0.0.1:0", func(conn *net.TCPConn) {
+		_, _ = io.ReadFull(conn, make([]byte, 48+5)) // fails at the end of the test
+		var info *unix.TCPInfo
+		err := socket.Control(conn, func(fd int) (err error) {
+			info, err = unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+			return err
+		})
+		if err != nil {
+			t.Error(err)
+		}
+		segments <- info.Data_segs_in
+	})
+	u := newUpstream(p.Addr().String(), config.ProxyV2)
+	req := request
+	for _, req.More = range []bool{false, true} {
+		together := 0
+		for range 20 { // on a busy machine they may follow too late
+			conn, _, err := dialAndAsk(t.Context(), u, req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			testbed.Send(t, conn, "hello")
+			if <-segments == 1 {
+				together++
+			}
+			_ = conn.Close() // everything was read
+		}
+		if req.More != (together > 0) {
+			t.Errorf("more %t: %d of 20 headers came together with the first bytes", req.More, together)
+		}
 	}
 }
 

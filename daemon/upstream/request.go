@@ -45,6 +45,9 @@ type Request struct {
 	Nested bool
 	// Container is the state of the nested container, or empty if the pod has not opted in.
 	Container string
+	// More says that bytes of the app will follow at once, if the protocol has no answer. The upstream then wakes once
+	// for both.
+	More bool
 }
 
 // HalfClose reports whether the upstream's protocol carries the end of one direction alone.

@@ -7,9 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"sync"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -91,7 +89,7 @@ func (u *Upstream) Run(ctx context.Context) error {
 	}
 	for ctx.Err() == nil {
 		next := time.Now().Add(dialInterval)
-		conn, err := u.redial(ctx)
+		conn, err := u.dial(ctx)
 		switch {
 		case err == nil:
 			u.recordDialed()
@@ -151,21 +149,6 @@ func (u *Upstream) recordDialed() {
 		default:
 		}
 	}
-}
-
-func (u *Upstream) dial(ctx context.Context) (*net.TCPConn, error) {
-	d := net.Dialer{Timeout: dialTimeout, Control: func(_, _ string, raw syscall.RawConn) error {
-		return raw.Control(func(fd uintptr) { dontPace(int(fd)) })
-	}}
-	address, err := u.locate()
-	if err != nil {
-		return nil, err
-	}
-	conn, err := d.DialContext(ctx, "tcp", address)
-	if err != nil {
-		return nil, err
-	}
-	return conn.(*net.TCPConn), nil
 }
 
 // dontPace is what the listeners do too (package gate): there is no pacing within the node.

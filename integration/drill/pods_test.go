@@ -47,6 +47,7 @@ func hostilePods() []fault {
 		{"connections that never send", 200, 0, func(s *drillScene, ctx context.Context) {
 			s.holdFor(ctx, time.Minute, testbed.EchoAddresses[0])
 		}},
+		{"connections that never read", 40, 0, (*drillScene).neverRead},
 		{"resets", 4, 0, (*drillScene).resetEach},
 		{"capture ports", 20, 0, (*drillScene).knock},
 	} {
@@ -69,6 +70,20 @@ func (s *drillScene) holdFor(ctx context.Context, limit time.Duration, address s
 	_ = c.SetReadDeadline(time.Now().Add(limit))
 	defer context.AfterFunc(ctx, func() { _ = c.SetReadDeadline(time.Unix(1, 0)) })()
 	_, _ = c.Read(make([]byte, 1)) // ends at the deadline, or with a reset
+}
+
+// neverRead sends to an echo as much as all buffers on the way hold, and reads nothing.
+func (s *drillScene) neverRead(ctx context.Context) {
+	c, err := s.hostile.Dial(ctx, "tcp", testbed.EchoAddresses[0])
+	if err != nil {
+		return // ctx has ended
+	}
+	defer c.Close() //nolint:errcheck // all bytes may be lost
+	_ = c.SetWriteDeadline(time.Now().Add(time.Minute))
+	defer context.AfterFunc(ctx, func() { _ = c.SetWriteDeadline(time.Unix(1, 0)) })()
+	for err == nil {
+		_, err = c.Write(make([]byte, 64<<10)) // ends at the deadline, or with a reset
+	}
 }
 
 // resetEach resets connections at once, after a request, and in the middle of an answer.
