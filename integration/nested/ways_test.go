@@ -42,7 +42,8 @@ func (w way) String() string { return w.program + ", " + w.kind }
 // hostsOptions tells containers of the server, by the program that starts them.
 func (w way) hostsOptions(names ...string) (options []string) {
 	if w.program == buildkitd {
-		return []string{"--opt", "add-hosts=" + strings.Join(names, "="+testbed.WorldIPv4+",") + "=" + testbed.WorldIPv4}
+		const address = "=" + testbed.WorldIPv4
+		return []string{"--opt", "add-hosts=" + strings.Join(names, address+",") + address}
 	}
 	for _, name := range names {
 		options = append(options, "--add-host", name+":"+testbed.WorldIPv4)
