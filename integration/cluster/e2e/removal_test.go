@@ -287,7 +287,7 @@ func wantImageNeverPulled(ctx context.Context, t *testing.T, c *envconf.Config) 
 // foreignFolders gives the CNI folders to another user, as Kubespray does.
 func foreignFolders(ctx context.Context, t *testing.T, c *envconf.Config) {
 	const folders = "/etc/cni/net.d /opt/cni/bin"
-	_, err := node(ctx, "rm /opt/cni/bin/sluice; chown -R 1000 "+folders)
+	_, err := node(ctx, "chown -R 1000 "+folders+" && rm /opt/cni/bin/sluice") // the daemon puts it back at once
 	must(t, err)
 	defer func() {
 		_, err := node(context.WithoutCancel(ctx), "chown -R 0 "+folders)
