@@ -287,12 +287,12 @@ func wantImageNeverPulled(ctx context.Context, t *testing.T, c *envconf.Config) 
 // foreignFolders gives the CNI folders to another user, as Kubespray does.
 func foreignFolders(ctx context.Context, t *testing.T, c *envconf.Config) {
 	const folders = "/etc/cni/net.d /opt/cni/bin"
-	_, err := node(ctx, "chown -R 1000 "+folders+" && rm /opt/cni/bin/sluice") // the daemon puts it back at once
-	must(t, err)
 	defer func() {
 		_, err := node(context.WithoutCancel(ctx), "chown -R 0 "+folders)
 		must(t, err)
 	}()
+	_, err := node(ctx, "chown -R 1000 "+folders+" && rm /opt/cni/bin/sluice") // the daemon would put it back at once
+	must(t, err)
 	must(t, apply(ctx, c, render(ctx, t, "config.trust.ca=off")))
 	waitFor(ctx, t, "a daemon says why it does not install", func() (bool, error) {
 		out, err := node(ctx, "cat "+daemonLogs)
