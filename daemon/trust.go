@@ -282,8 +282,8 @@ func (t *podTrust) run(ctx, serving context.Context) error {
 }
 
 // tellTime bounds the wait until a proxy knows that a container trusts the CA. The TLS of one that it does not know is
-// passed through.
-const tellTime = 100 * time.Millisecond
+// passed through. It takes milliseconds, and more only with a proxy that is busy or has stopped.
+const tellTime = time.Second
 
 // tell implements nested.Config.Tell.
 func (t *podTrust) tell() {
