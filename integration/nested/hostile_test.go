@@ -22,20 +22,24 @@ type outside struct{ folder, bundle, secret string }
 
 // hostiles are the traps. Each container ends by itself.
 func hostiles(o outside) []hostile {
+	// Paths make the shell of BusyBox start the programs. It runs others itself, and the mounts do not step aside.
 	const folder = "/etc/ssl/certs"
 	return []hostile{
-		{name: "a link to a file of the machine", prepare: "ln -sf " + o.secret + " " + store},
-		{name: "a relative link out", prepare: "ln -sf ../../../../../../../.." + o.secret + " " + store},
-		{name: "a link to the root of the first process", prepare: "ln -sf /proc/1/root" + o.secret + " " + store},
-		{name: "a link to a descriptor", prepare: "ln -sf /proc/self/fd/0 " + store},
-		{name: "a folder that is a link out", prepare: "rm -rf " + folder + " && ln -s " + o.folder + " " + folder},
-		{name: "a loop of links", prepare: "ln -sf " + store + " " + store + ".a && ln -sf " + store + ".a " + store},
-		{name: "a FIFO", prepare: "rm " + store + " && mkfifo " + store},
-		{name: "an endless device", prepare: "ln -sf /dev/zero " + store},
+		{name: "a link to a file of the machine", prepare: "/bin/ln -sf " + o.secret + " " + store},
+		{name: "a relative link out", prepare: "/bin/ln -sf ../../../../../../../.." + o.secret + " " + store},
+		{name: "a link to the root of the first process", prepare: "/bin/ln -sf /proc/1/root" + o.secret + " " + store},
+		{name: "a link to a descriptor", prepare: "/bin/ln -sf /proc/self/fd/0 " + store},
+		{name: "a folder that is a link out",
+			prepare: "/bin/rm -rf " + folder + " && /bin/ln -s " + o.folder + " " + folder},
+		{name: "a loop of links",
+			prepare: "/bin/ln -sf " + store + " " + store + ".a && /bin/ln -sf " + store + ".a " + store},
+		{name: "a FIFO", prepare: "/bin/rm " + store + " && /bin/mkfifo " + store},
+		{name: "an endless device", prepare: "/bin/ln -sf /dev/zero " + store},
 		// A build would write all of it.
 		{name: "a large sparse file", attack: "truncate -s 1024G " + store + "\n"},
-		{name: "a folder in place of the file", prepare: "rm " + store + " && mkdir " + store},
-		{name: "a certificate that is none", prepare: "echo '-----BEGIN CERTIFICATE-----' > " + store},
+		{name: "a folder in place of the file", prepare: "/bin/rm " + store + " && /bin/mkdir " + store},
+		{name: "a certificate that is none", prepare: "/bin/rm " + store +
+			" && echo '-----BEGIN CERTIFICATE-----' > " + store},
 		{name: "a file of the machine as a volume", options: []string{"--volume", o.bundle + ":" + store}},
 		{name: "a folder of the machine as a volume", options: []string{"--volume", o.folder + ":" + folder}},
 		{name: "a shared mount", attack: "cp /company.crt " + store + "\n",
