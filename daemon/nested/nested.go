@@ -89,8 +89,8 @@ type Container struct {
 }
 
 const (
-	// deadline bounds how long a process is stopped.
-	deadline = 2 * time.Second
+	// deadline bounds how long a process is stopped. It takes milliseconds, and more on a node that has no time.
+	deadline = 5 * time.Second
 	// maxAtOnce bounds the processes that are looked at at the same time.
 	maxAtOnce = 8
 	// maxContainers bounds the containers of a pod that are remembered.

@@ -83,7 +83,10 @@ func (r *root) refuseShared(id uint64, path string) error {
 		return err
 	}
 	at := slices.IndexFunc(mounts, func(m mountpoint) bool { return m.id == id })
-	if at < 0 || mounts[at].shared {
+	switch {
+	case at < 0:
+		return fmt.Errorf("%s lies on a mount that the container does not see: its root is a folder of another", path)
+	case mounts[at].shared:
 		return fmt.Errorf("%s lies on a mount that other mount namespaces share", path)
 	}
 	return nil
