@@ -11,7 +11,7 @@ import (
 
 // nestedRoot makes a root for nested containers. Its store is the image's: without the CA that the pod's own container
 // has been given.
-const nestedRoot = `mkdir /c && mount -t tmpfs tmpfs /c && cp -a /bin /etc /c &&
+const nestedRoot = `mkdir /c && mount -t tmpfs tmpfs /c && cp -a /bin /lib /lib64 /usr /etc /c &&
 	sed '/Added by sluice/,$d' ` + imageStore + ` >/c` + imageStore + ` && touch /ready && sleep 86400`
 
 // inNested starts a program in a container as a Docker does: with a root, a mount namespace and a PID namespace of its
