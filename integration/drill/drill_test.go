@@ -143,8 +143,9 @@ func (s *drillScene) run(r *report, name string, faults iter.Seq[fault]) {
 // underLoad lets faults happen, and returns when no connection of the load is left.
 func (s *drillScene) underLoad(r *report, faults iter.Seq[fault]) {
 	load, stop := context.WithCancel(context.Background())
-	defer stop()
 	var running sync.WaitGroup
+	defer running.Wait() // also if a fault ends the test
+	defer stop()
 	for i := range s.size.streams {
 		running.Go(func() { s.stream(load, i) })
 	}

@@ -112,7 +112,10 @@ func checkRemoval(ctx context.Context, t *testing.T, c *envconf.Config, r remova
 	if left != "" {
 		t.Errorf("files of sluice remain on the node:\n%s", left)
 	}
-	waitFor(ctx, t, "the nodes have no other taints than their own", func() (bool, error) { return hasTaints(ctx, c) })
+	waitFor(ctx, t, "no node has the taint of sluice", func() (bool, error) {
+		count, err := countTainted(ctx, c)
+		return count == 0, err
+	})
 	check := func(pod string) { checkRequests(ctx, t, c, pod, false) }
 	if r.tainted { // there is no proxy whose log could be counted, or that could answer
 		check = func(pod string) { wantAnswer(ctx, t, c, pod, urls(ctx, t, c)[0]) }
@@ -139,7 +142,8 @@ func taintByLateProxy(ctx context.Context, t *testing.T, c *envconf.Config) {
 	waitForRollout(ctx, t, c, system, "sluice")
 	placeDaemonSet(ctx, t, c, proxies, "mitmproxy", false)
 	waitFor(ctx, t, "each node has the taint of sluice", func() (bool, error) {
-		return hasTaints(ctx, c, sluiceTaint)
+		count, err := countTainted(ctx, c)
+		return count == len(ownTaints), err
 	})
 }
 

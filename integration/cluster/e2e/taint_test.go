@@ -52,6 +52,20 @@ func hasTaints(ctx context.Context, c *envconf.Config, want ...corev1.Taint) (bo
 	return true, nil
 }
 
+// countTainted counts the nodes that have the taint of sluice, whatever others they have.
+func countTainted(ctx context.Context, c *envconf.Config) (count int, err error) {
+	for name := range ownTaints {
+		var n corev1.Node
+		if err := client(c).Get(ctx, name, "", &n); err != nil {
+			return 0, err
+		}
+		if slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == sluiceTaint.Key }) {
+			count++
+		}
+	}
+	return count, nil
+}
+
 // createPodKeptOff creates a pod that the taint keeps off its node.
 func createPodKeptOff(ctx context.Context, t *testing.T, c *envconf.Config) {
 	t.Helper()
