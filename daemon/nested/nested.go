@@ -36,8 +36,9 @@
 // # The end of the daemon
 //
 // The program is in the kernel as long as the daemon has its descriptor: nothing stops any more when the daemon is
-// gone, however it ended. A process that stopped just before goes on when the daemon ends, or when the next one starts:
-// ResumeAll knows it by its state, stopped at the end of an exec.
+// gone, however it ended. A daemon that ends handles all events before. A process that one has left stopped, because it
+// was killed, goes on some seconds after the next one has started: ResumeAll knows it by its state, stopped at the end
+// of an exec for longer than a daemon that runs would take.
 package nested
 
 import (
@@ -130,7 +131,7 @@ func New(config Config) *Engine {
 
 // Run works until ctx ends. Then nothing is stopped any more.
 func (e *Engine) Run(ctx context.Context) error {
-	e.resumeAll()
+	e.work.Go(func() { e.resumeAll(ctx) })
 	e.mu.Lock()
 	e.running = true
 	e.mu.Unlock()
@@ -148,7 +149,6 @@ func (e *Engine) Run(ctx context.Context) error {
 			e.mu.Unlock()
 			e.readers.Wait()
 			e.work.Wait()
-			e.resumeAll()
 			return nil
 		}
 	}
@@ -161,8 +161,8 @@ func (e *Engine) watched() map[uint32]string {
 }
 
 // resumeAll lets processes go on that this daemon or an earlier one has left behind.
-func (e *Engine) resumeAll() {
-	count, err := ResumeAll(e.config.Proc)
+func (e *Engine) resumeAll(ctx context.Context) {
+	count, err := ResumeAll(ctx, e.config.Proc, deadline+time.Second)
 	if err != nil {
 		e.config.Log.Warn("processes that a daemon has stopped are not looked for", "err", err)
 	}
@@ -271,6 +271,7 @@ func (e *Engine) read(w *watcher) {
 			return
 		default:
 			e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
+			e.work.Go(func() { e.resumeAll(context.Background()) }) // those whose events are not read any more
 			return
 		}
 	}

@@ -2,6 +2,7 @@ package nested
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -235,29 +236,54 @@ func pids(proc string) ([]uint32, error) {
 	return found, nil
 }
 
-// ResumeAll lets all processes go on that this or an earlier daemon has stopped, and returns how many. Only those in
-// other PID namespaces than the caller's are touched.
-func ResumeAll(proc string) (int, error) {
+// ResumeAll lets the processes go on that stay stopped for as long as pause: those of a daemon that is gone. One that
+// runs lets its own go on before. It returns how many. Only those in other PID namespaces than the caller's are
+// touched.
+func ResumeAll(ctx context.Context, proc string, pause time.Duration) (count int, err error) {
+	held, err := heldProcesses(proc)
+	defer func() {
+		for _, p := range held {
+			p.close()
+		}
+	}()
+	if err != nil || len(held) == 0 {
+		return 0, err
+	}
+	select {
+	case <-time.After(pause):
+	case <-ctx.Done():
+		return 0, nil // the next daemon looks for them
+	}
+	for _, p := range held {
+		if p.isHeld() {
+			p.resume()
+			count++
+		}
+	}
+	return count, nil
+}
+
+// heldProcesses opens the processes that a daemon has stopped.
+func heldProcesses(proc string) (held []*process, err error) {
 	all, err := pids(proc)
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
 	self, err := openProcess(proc, uint32(os.Getpid()), 0)
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
 	defer self.close()
-	count := 0
 	for _, pid := range all {
 		p, err := openProcess(proc, pid, 0)
 		if err != nil {
 			continue // it has ended
 		}
 		if same, err := sameInode(p, self, "ns/pid"); err == nil && !same && p.isHeld() {
-			p.resume()
-			count++
+			held = append(held, p)
+		} else {
+			p.close()
 		}
-		p.close()
 	}
-	return count, nil
+	return held, nil
 }

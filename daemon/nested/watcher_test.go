@@ -1,6 +1,7 @@
 package nested
 
 import (
+	"context"
 	"errors"
 	"os"
 	"strings"
@@ -102,7 +103,13 @@ func TestResumeAll(t *testing.T) {
 	defer held.close()
 	testbed.Eventually(t, "the process stops", held.isHeld)
 	w.close()
-	count, err := ResumeAll("/proc")
+	ended, end := context.WithCancel(t.Context())
+	end()
+	if _, err := ResumeAll(ended, "/proc", time.Minute); err != nil || !held.isHeld() {
+		t.Errorf("got %v, %t; want the process to stay stopped while a daemon may be about to let it go on", err,
+			held.isHeld())
+	}
+	count, err := ResumeAll(t.Context(), "/proc", time.Millisecond)
 	must(t, err)
 	if count == 0 { // there may be others on this machine
 		t.Error("no process went on")
