@@ -63,6 +63,10 @@ func connect(ctx context.Context, at netip.AddrPort) (*net.TCPConn, error) {
 	if err != nil {
 		return nil, fmt.Errorf("dialing the upstream: %w", err)
 	}
+	if conn.RemoteAddr() == nil { // the kernel forgets the other end when that resets the connection
+		_ = conn.Close()
+		return nil, fmt.Errorf("dial tcp %s: connect: %w", at, unix.ECONNRESET)
+	}
 	return conn.(*net.TCPConn), nil
 }
 

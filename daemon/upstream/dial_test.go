@@ -100,3 +100,40 @@ func TestConnectWaits(t *testing.T) {
 		}
 	}
 }
+
+// TestConnectionThatIsReset: a connection that the other end has reset at once is an error, as with net.Dialer. It has
+// no address of the other end.
+func TestConnectionThatIsReset(t *testing.T) {
+	t.Parallel()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close() //nolint:errcheck // ends the goroutine
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			_ = c.(*net.TCPConn).SetLinger(0) // fails only if closed
+			_ = c.Close()                     // a reset
+		}
+	}()
+	at := l.Addr().(*net.TCPAddr).AddrPort()
+	resets := 0
+	for range 1000 {
+		conn, err := connect(t.Context(), at)
+		switch {
+		case errors.Is(err, unix.ECONNRESET):
+			resets++
+		case err != nil:
+			t.Fatal(err)
+		case conn.RemoteAddr() == nil:
+			t.Fatal("the connection has no address of the other end")
+		default:
+			_ = conn.Close() // nothing was written
+		}
+	}
+	t.Logf("%d of 1000 were reset before they were returned", resets)
+}
