@@ -23,14 +23,14 @@ type impostor struct {
 	running  sync.WaitGroup
 
 	mu    sync.Mutex // guards conns
-	conns map[net.Conn]bool
+	conns map[*net.TCPConn]bool
 }
 
 // replaceProxy kills the proxy and starts an impostor in its place, which does that harm.
 func (s *drillScene) replaceProxy(k loss, serve func(c *net.TCPConn, in *bufio.Reader)) {
 	s.killProxy()
 	s.mayLose(k)
-	i := &impostor{conns: map[net.Conn]bool{}}
+	i := &impostor{conns: map[*net.TCPConn]bool{}}
 	err := s.n.Do(func() (err error) {
 		i.listener, err = net.Listen("tcp", testbed.ProxyAddress)
 		return err
@@ -42,14 +42,15 @@ func (s *drillScene) replaceProxy(k loss, serve func(c *net.TCPConn, in *bufio.R
 	s.impostor = i
 	i.running.Go(func() {
 		for {
-			c, err := i.listener.Accept()
+			accepted, err := i.listener.Accept()
 			if err != nil {
 				return // closed
 			}
+			c := accepted.(*net.TCPConn)
 			i.add(c)
 			i.running.Go(func() {
 				defer i.end(c)
-				serve(c.(*net.TCPConn), bufio.NewReader(c))
+				serve(c, bufio.NewReader(c))
 			})
 		}
 	})
@@ -61,25 +62,26 @@ func (s *drillScene) restoreProxy() {
 	s.launchProxy()
 }
 
-func (i *impostor) add(c net.Conn) {
+func (i *impostor) add(c *net.TCPConn) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	i.conns[c] = true
 }
 
-func (i *impostor) end(c net.Conn) {
+func (i *impostor) end(c *net.TCPConn) {
 	_ = c.Close() // served, or lost on purpose
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	delete(i.conns, c)
 }
 
-// close ends all connections; a second time is harmless.
+// close resets all connections; a second time is harmless. An end would be taken for a fault of sluiced where the
+// impostor may only reset.
 func (i *impostor) close() {
 	_ = i.listener.Close()
 	i.mu.Lock()
 	for c := range i.conns {
-		_ = c.Close() // serve ends with an error
+		reset(c) // serve ends with an error
 	}
 	i.mu.Unlock()
 	i.running.Wait()
