@@ -21,9 +21,12 @@ import (
 // testNode is a node that is taken down when the test ends.
 type testNode struct {
 	node.Config
-	tb         *testing.T
-	programs   map[string]string
-	namespaces map[string]bool // the node's namespaces, such as "net:[4026531840]", once it is up
+	tb       *testing.T
+	programs map[string]string
+
+	// The node's namespaces, such as "net:[4026531840]", while it is up. They are kept open: the kernel gives the
+	// number of a namespace that has ended to another, such as one of a pod on another node.
+	namespaces map[string]*os.File
 }
 
 func newNode(t *testing.T, dualStack bool) *testNode {
@@ -68,10 +71,26 @@ func (n *testNode) up(ctx context.Context, paths map[string]string) {
 	if err := n.tryUp(ctx, paths); err != nil {
 		n.tb.Fatal(err)
 	}
-	n.namespaces = map[string]bool{}
+	n.namespaces = map[string]*os.File{}
 	for kind := range strings.FieldsSeq("mnt net pid") {
-		n.namespaces[strings.TrimSpace(n.exec("readlink", "/proc/1/ns/"+kind))] = true
+		namespace := strings.TrimSpace(n.exec("readlink", "/proc/1/ns/"+kind))
+		n.namespaces[namespace] = n.openNamespace(kind, namespace)
 	}
+}
+
+func (n *testNode) openNamespace(kind, namespace string) *os.File {
+	n.tb.Helper()
+	links, _ := filepath.Glob("/proc/[0-9]*/ns/" + kind) // the only possible error is a malformed pattern
+	for _, link := range links {
+		if is, _ := os.Readlink(link); is != namespace {
+			continue
+		}
+		if f, err := os.Open(link); err == nil { // otherwise the process has ended
+			return f
+		}
+	}
+	n.tb.Fatalf("no process is in %s of the node", namespace)
+	return nil
 }
 
 // down takes the node down, and fails the test if a process, a file or a mount remains.
@@ -81,6 +100,10 @@ func (n *testNode) down() {
 		n.tb.Error(err)
 	}
 	n.expectNothingRuns()
+	for _, f := range n.namespaces {
+		_ = f.Close() // nothing was written
+	}
+	n.namespaces = nil
 	if _, err := os.Stat(n.Dir); !os.IsNotExist(err) {
 		n.tb.Errorf("the folder %s still exists (%v)", n.Dir, err)
 	}
@@ -114,7 +137,7 @@ func (n *testNode) running() (left []string) {
 		here := strings.Contains(string(line), `"`+n.Dir+`"`)
 		for kind := range strings.FieldsSeq("mnt net pid") {
 			namespace, _ := os.Readlink(p + "/ns/" + kind)
-			here = here || n.namespaces[namespace]
+			here = here || n.namespaces[namespace] != nil
 		}
 		if here {
 			left = append(left, p+" "+string(line))
