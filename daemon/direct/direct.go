@@ -56,7 +56,8 @@ func dialExempt(ctx context.Context, captured syscall.Conn, dst netip.AddrPort) 
 	defer s.Close() //nolint:errcheck // FileConn has made a duplicate, or there is an error already
 	stop := context.AfterFunc(ctx, func() { _ = s.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	if err := connect(s, dst); err != nil {
+	_, to := socket.Sockaddr(dst)
+	if err := socket.Connect(s, to); err != nil {
 		// The entry goes while the port is still ours and sends nothing more: its next user must not be exempt.
 		return nil, errors.Join(err, disconnect(s), inNetnsOf(context.Background(), captured, exempt.Forget))
 	}
@@ -139,24 +140,6 @@ func bind(src netip.Addr, dst netip.AddrPort) (*os.File, conntrack.Flow, error) 
 		return fail("getsockname", err)
 	}
 	return s, conntrack.Flow{Source: socket.AddrPort(bound), Destination: dst}, nil
-}
-
-// connect returns when s is connected, or at its deadline.
-func connect(s *os.File, dst netip.AddrPort) error {
-	raw, err := s.SyscallConn()
-	if err != nil {
-		return err
-	}
-	_, to := socket.Sockaddr(dst)
-	// A second connect(2) on the same socket returns the result of the first.
-	werr := raw.Write(func(fd uintptr) bool {
-		err = unix.Connect(int(fd), to)
-		return !errors.Is(err, unix.EINPROGRESS) && !errors.Is(err, unix.EALREADY)
-	})
-	if werr != nil {
-		return werr
-	}
-	return err
 }
 
 // disconnect aborts the connection of s, with a reset if it is established by now. The socket keeps its port

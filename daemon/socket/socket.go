@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"net/netip"
+	"os"
 	"syscall"
 	"time"
 
@@ -88,6 +89,24 @@ func Control(c syscall.Conn, do func(fd int) error) error {
 	}
 	cerr := raw.Control(func(fd uintptr) { err = do(int(fd)) })
 	return errors.Join(cerr, err)
+}
+
+// Connect connects a non-blocking socket, or waits for the result of a connect(2) to the same address that has begun.
+// It returns when s is connected, or at its deadline with [os.ErrDeadlineExceeded].
+func Connect(s *os.File, to unix.Sockaddr) error {
+	raw, err := s.SyscallConn()
+	if err != nil {
+		return err
+	}
+	// A second connect(2) on the same socket returns the result of the first.
+	werr := raw.Write(func(fd uintptr) bool {
+		err = unix.Connect(int(fd), to)
+		return !errors.Is(err, unix.EINPROGRESS) && !errors.Is(err, unix.EALREADY)
+	})
+	if werr != nil {
+		return werr
+	}
+	return err
 }
 
 // ResetOnClose makes any close of the socket, the exit of the process included, send a RST.

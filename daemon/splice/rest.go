@@ -2,14 +2,11 @@ package splice
 
 import (
 	"errors"
-	"fmt"
-	"os"
 	"runtime/debug"
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/sluice-cni/sluice/daemon/epoll"
 	"github.com/sluice-cni/sluice/daemon/socket"
 )
 
@@ -133,7 +130,7 @@ func (p *joint) endLooks() {
 // sleepers are the pairs that rest.
 type sleepers struct {
 	mu    sync.Mutex // guards the fields below; no lock is taken under it
-	epoll *os.File   // nil before the first pair
+	epoll *epoll.Set // nil before the first pair
 	pairs map[int]*joint
 	added int // since memory was given back
 }
@@ -150,22 +147,17 @@ func (s *sleepers) add(p *joint) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.epoll == nil { // one that failed is tried again for the next pair
-		fd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
-		if err == nil {
-			err = unix.SetNonblock(fd, true) // so that package os waits for it
-		}
+		set, err := epoll.New()
 		if err != nil {
-			return fmt.Errorf("epoll: %w", err)
+			return err
 		}
-		s.epoll = os.NewFile(uintptr(fd), "epoll")
-		go s.wait(s.epoll)
+		s.epoll = set
+		go set.Wait(s.ready)
 	}
 	err := p.eachSocket(func(i, fd int) error {
 		p.quiet.fds[i] = fd
 		s.pairs[fd] = p
-		return unix.EpollCtl(int(s.epoll.Fd()), unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{
-			Events: unix.EPOLLIN, Fd: int32(fd),
-		})
+		return s.epoll.Add(fd)
 	})
 	if err != nil {
 		s.removeLocked(p)
@@ -186,9 +178,7 @@ func (s *sleepers) remove(p *joint) {
 }
 
 func (s *sleepers) removeLocked(p *joint) {
-	_ = p.eachSocket(func(_, fd int) error { // a socket that is closed has left by that
-		return unix.EpollCtl(int(s.epoll.Fd()), unix.EPOLL_CTL_DEL, fd, nil)
-	})
+	_ = p.eachSocket(func(_, fd int) error { return s.epoll.Remove(fd) }) // one that is closed has left by that
 	for _, fd := range p.quiet.fds {
 		if s.pairs[fd] == p { // and not a newer one whose socket has the same number
 			delete(s.pairs, fd)
@@ -203,26 +193,12 @@ func (p *joint) eachSocket(do func(i, fd int) error) error {
 	)
 }
 
-// wait ends the rest of pairs that have data, or whose sockets have ended.
-func (s *sleepers) wait(epoll *os.File) {
-	raw, err := epoll.SyscallConn()
-	if err != nil {
-		return // not reached: it stays open
-	}
-	events := make([]unix.EpollEvent, 64)
-	for {
-		n := 0
-		_ = raw.Read(func(fd uintptr) bool {
-			n, _ = unix.EpollWait(int(fd), events, 0) // fails only by EINTR
-			return n > 0
-		})
-		for _, e := range events[:max(n, 0)] {
-			s.mu.Lock()
-			p := s.pairs[int(e.Fd)]
-			s.mu.Unlock()
-			if p != nil {
-				p.resume()
-			}
-		}
+// ready ends the rest of the pair of a socket that has data, or has ended.
+func (s *sleepers) ready(fd int) {
+	s.mu.Lock()
+	p := s.pairs[fd]
+	s.mu.Unlock()
+	if p != nil {
+		p.resume()
 	}
 }

@@ -55,7 +55,9 @@ func connect(ctx context.Context, at netip.AddrPort) (*net.TCPConn, error) {
 	f := os.NewFile(uintptr(fd), "upstream")
 	defer f.Close() //nolint:errcheck // the connection has a duplicate
 	if err != nil {
-		if err := awaitConnected(ctx, f, to); err != nil {
+		_ = f.SetWriteDeadline(time.Now().Add(dialTimeout)) // fails only on a closed file
+		defer context.AfterFunc(ctx, func() { _ = f.SetWriteDeadline(time.Unix(1, 0)) })()
+		if err := socket.Connect(f, to); err != nil {
 			return nil, fmt.Errorf("dial tcp %s: connect: %w", at, err)
 		}
 	}
@@ -68,22 +70,4 @@ func connect(ctx context.Context, at netip.AddrPort) (*net.TCPConn, error) {
 		return nil, fmt.Errorf("dial tcp %s: connect: %w", at, unix.ECONNRESET)
 	}
 	return conn.(*net.TCPConn), nil
-}
-
-// awaitConnected waits for the result of a connect.
-func awaitConnected(ctx context.Context, f *os.File, to unix.Sockaddr) error {
-	raw, err := f.SyscallConn()
-	if err != nil {
-		return err
-	}
-	_ = f.SetWriteDeadline(time.Now().Add(dialTimeout)) // fails only on a closed file
-	defer context.AfterFunc(ctx, func() { _ = f.SetWriteDeadline(time.Unix(1, 0)) })()
-	werr := raw.Write(func(fd uintptr) bool {
-		err = unix.Connect(int(fd), to) // EALREADY while there is none
-		return !errors.Is(err, unix.EALREADY)
-	})
-	if werr != nil {
-		return werr
-	}
-	return err
 }

@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"os"
 	"slices"
 	"sync"
 	"time"
@@ -17,6 +16,7 @@ import (
 	"github.com/containernetworking/plugins/pkg/ns"
 	"golang.org/x/sys/unix"
 
+	"github.com/sluice-cni/sluice/daemon/epoll"
 	"github.com/sluice-cni/sluice/plugin/attach"
 	"github.com/sluice-cni/sluice/plugin/ruleset"
 )
@@ -27,9 +27,9 @@ type Watcher struct {
 	reader  sync.WaitGroup
 
 	mu      sync.Mutex // guards the fields below; held while the kernel is asked, which takes microseconds
-	epoll   *os.File   // of the sockets of all netns; nil while none is watched
+	epoll   *epoll.Set // of the sockets of all netns; nil while none is watched
 	netns   map[attach.NetnsID]*netns
-	sockets map[int32]*netns         // each netns by its sockets
+	sockets map[int]*netns           // each netns by its sockets
 	stopped map[ruleset.Cause]uint64 // by all pods, also by those that are gone
 }
 
@@ -50,7 +50,7 @@ type netns struct {
 func New() *Watcher {
 	return &Watcher{
 		changed: make(chan struct{}, 1),
-		netns:   map[attach.NetnsID]*netns{}, sockets: map[int32]*netns{}, stopped: map[ruleset.Cause]uint64{},
+		netns:   map[attach.NetnsID]*netns{}, sockets: map[int]*netns{}, stopped: map[ruleset.Cause]uint64{},
 	}
 }
 
@@ -90,27 +90,21 @@ func (w *Watcher) Sync(paths map[attach.NetnsID]string) error {
 	return errors.Join(errs...)
 }
 
-// addLocked begins to wait for the events of n. One goroutine waits for those of all netns: with one for each, the
-// garbage collector would look at hundreds of stacks.
+// addLocked begins to wait for the events of n.
 func (w *Watcher) addLocked(n *netns) error {
 	if w.epoll == nil {
-		fd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
-		if err == nil {
-			err = unix.SetNonblock(fd, true) // so that package os waits for it
-		}
+		set, err := epoll.New()
 		if err != nil {
-			return fmt.Errorf("epoll: %w", err)
+			return err
 		}
-		w.epoll = os.NewFile(uintptr(fd), "epoll")
-		epoll := w.epoll
-		w.reader.Go(func() { w.wait(epoll) })
+		w.epoll = set
+		w.reader.Go(func() { set.Wait(w.ready) })
 	}
 	for _, fd := range n.events {
-		e := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(fd)}
-		if err := unix.EpollCtl(int(w.epoll.Fd()), unix.EPOLL_CTL_ADD, fd, &e); err != nil {
-			return fmt.Errorf("epoll: %w", err)
+		if err := w.epoll.Add(fd); err != nil {
+			return err
 		}
-		w.sockets[int32(fd)] = n
+		w.sockets[fd] = n
 	}
 	return nil
 }
@@ -118,7 +112,7 @@ func (w *Watcher) addLocked(n *netns) error {
 // dropLocked ends waiting for the events of n.
 func (w *Watcher) dropLocked(n *netns) {
 	for _, fd := range n.events {
-		delete(w.sockets, int32(fd))
+		delete(w.sockets, fd)
 	}
 	n.close()
 }
@@ -176,31 +170,13 @@ func (n *netns) close() {
 	}
 }
 
-// wait notes changes until epoll is closed.
-func (w *Watcher) wait(epoll *os.File) {
-	raw, err := epoll.SyscallConn()
-	if err != nil {
-		return // closed already
-	}
-	events := make([]unix.EpollEvent, 64)
-	for {
-		ready := 0
-		err := raw.Read(func(fd uintptr) bool {
-			n, err := unix.EpollWait(int(fd), events, 0)
-			ready = max(n, 0)
-			return ready > 0 || err != nil && !errors.Is(err, unix.EINTR)
-		})
-		if err != nil {
-			return
-		}
-		w.mu.Lock()
-		for _, e := range events[:ready] {
-			if n := w.sockets[e.Fd]; n != nil {
-				drain(int(e.Fd))
-				w.noteLocked(n)
-			}
-		}
-		w.mu.Unlock()
+// ready notes the changes that a socket reports.
+func (w *Watcher) ready(fd int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if n := w.sockets[fd]; n != nil {
+		drain(fd)
+		w.noteLocked(n)
 	}
 }
 
