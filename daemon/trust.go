@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -190,21 +189,20 @@ func (t *podTrust) addNested(d *attach.PodTrust, podUID string) {
 	containers, _ := t.nested.State(podUID)
 	for _, c := range containers {
 		if c.PodNetwork {
-			d.State = worse(d.State, string(c.State))
+			d.State = worse(d.State, c.State)
 			continue
 		}
 		for _, a := range c.Addresses {
 			if len(d.Containers) < maxTold {
-				d.Containers[a] = worse(cmp.Or(d.Containers[a], string(truststore.Trusted)), string(c.State))
+				d.Containers[a] = worse(cmp.Or(d.Containers[a], string(truststore.Trusted)), c.State)
 			}
 		}
 	}
 }
 
-// worse is the worse of two states.
-func worse(a, b string) string {
-	order := []string{string(truststore.Unknown), string(truststore.FilesOnly), string(truststore.Trusted)}
-	return order[min(max(slices.Index(order, a), 0), max(slices.Index(order, b), 0))]
+// worse is the worst of two states.
+func worse(a string, b truststore.State) string {
+	return string(truststore.Worst(truststore.State(a), b))
 }
 
 // status adds the trust of an attachment's containers to its status.

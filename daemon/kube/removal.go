@@ -55,6 +55,11 @@ func selectName(name string) string {
 	return fields.OneTermEqualSelector("metadata.name", name).String()
 }
 
+// named lists the object of that name.
+func named(name string) metav1.ListOptions {
+	return metav1.ListOptions{FieldSelector: selectName(name)}
+}
+
 // Removed returns the reason for which sluice is being removed from this node for good: its namespace or its DaemonSet
 // is being deleted, or the DaemonSet does not select the node, or tolerate its taints, any more. The reason is empty if
 // sluice stays: the DaemonSet makes a new pod for the node. First it looks at the watches, which know the answer while
@@ -91,7 +96,6 @@ func (n *Node) ownerSeen() string {
 func (n *Node) askOwner(ctx context.Context) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
-	named := func(name string) metav1.ListOptions { return metav1.ListOptions{FieldSelector: selectName(name)} }
 	namespaces, err := n.client.CoreV1().Namespaces().List(ctx, named(n.owner.Namespace))
 	if err != nil {
 		return "", err

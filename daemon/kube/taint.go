@@ -139,7 +139,7 @@ func (n *Node) seen() *corev1.Node {
 func (n *Node) askNode(ctx context.Context) (*corev1.Node, error) {
 	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
-	nodes, err := n.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{FieldSelector: selectName(n.name)})
+	nodes, err := n.client.CoreV1().Nodes().List(ctx, named(n.name))
 	if err != nil {
 		return nil, err
 	}

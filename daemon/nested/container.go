@@ -8,7 +8,6 @@ import (
 	"os"
 	"path"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -159,6 +158,16 @@ func (e *Engine) equip(ctx context.Context, w *watcher, c *container, p *process
 	return w.settle(c.mount, knownSettled)
 }
 
+// equipRunning makes a container trust the CA while its programs run.
+func (e *Engine) equipRunning(w *watcher, c *container) {
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
+		e.warn(c.pod, c.name, err)
+	}
+	e.config.Changed(c.pod)
+}
+
 // boundStores returns the paths of the stores that have the CA, or had it before an updater.
 func (c *container) boundStores() []string {
 	c.mu.Lock()
@@ -238,11 +247,7 @@ func enter(namespace *os.File) error {
 func (e *Engine) stepAside(w *watcher, c *container, p *process) error {
 	c.working.Lock()
 	defer c.working.Unlock()
-	pid, err := strconv.ParseUint(path.Base(p.dir.Name()), 10, 32)
-	if err != nil {
-		return fmt.Errorf("stepping aside for %s: %w", p.dir.Name(), err)
-	}
-	updater, err := openProcess(e.config.Proc, uint32(pid), 0)
+	updater, err := p.again()
 	if err != nil {
 		return fmt.Errorf("stepping aside for an updater: %w", err)
 	}
@@ -267,16 +272,10 @@ func (e *Engine) stepAside(w *watcher, c *container, p *process) error {
 func (e *Engine) comeBack(w *watcher, c *container, updater *process) {
 	defer updater.close()
 	if err := updater.await(); err != nil {
-		e.config.Log.Warn("the end of a process in a nested container is not seen", "container", c.name, "err", err)
+		e.warnOfEnd(c, err)
 		return
 	}
-	if !e.has(w, c) {
-		return
+	if e.has(w, c) {
+		e.equipRunning(w, c)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), deadline)
-	defer cancel()
-	if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
-		e.warn(c.pod, c.name, err)
-	}
-	e.config.Changed(c.pod)
 }

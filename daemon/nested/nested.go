@@ -374,8 +374,7 @@ func (e *Engine) find(w *watcher, p *process, ev event, pod string) (*container,
 	}
 	first, late := p, false
 	if !e.numbers { // it may have run before, unseen
-		status, err := p.read("status")
-		late = err != nil || !isFirst(string(status))
+		late = !p.isFirst()
 	}
 	if late {
 		if earlier := firstOf(e.config.Proc, p); earlier != nil {
@@ -445,23 +444,24 @@ func (e *Engine) has(w *watcher, c *container) bool {
 
 func (e *Engine) forgetAtEnd(w *watcher, c *container) {
 	defer c.first.close()
-	if err := c.first.await(); err != nil {
-		e.config.Log.Warn("the end of a process in a nested container is not seen", "container", c.name, "err", err)
-		return
-	}
+	err := c.first.await()
 	e.mu.Lock()
-	was := e.containers[c.mount] == c && e.watcher == w
+	was := err == nil && e.containers[c.mount] == c && e.watcher == w
 	if was {
 		delete(e.containers, c.mount)
-		if err := w.forget(c.mount); err != nil {
-			e.config.Log.Warn("the end of a process in a nested container is not seen", "container", c.name,
-				"err", err)
-		}
+		err = w.forget(c.mount)
 	}
 	e.mu.Unlock()
+	if err != nil {
+		e.warnOfEnd(c, err)
+	}
 	if was {
 		e.config.Changed(c.pod)
 	}
+}
+
+func (e *Engine) warnOfEnd(c *container, err error) {
+	e.config.Log.Warn("the end of a process in a nested container is not seen", "container", c.name, "err", err)
 }
 
 // State returns the states of a pod's nested containers, and the reason why nothing is known about them, if so.
@@ -500,12 +500,7 @@ func (e *Engine) Update() {
 
 func (e *Engine) updateAll(w *watcher) {
 	for _, c := range e.of("") {
-		ctx, cancel := context.WithTimeout(context.Background(), deadline)
-		if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
-			e.warn(c.pod, c.name, err)
-		}
-		cancel()
-		e.config.Changed(c.pod)
+		e.equipRunning(w, c)
 	}
 }
 

@@ -169,6 +169,18 @@ func (p *process) ended() bool {
 	return err != nil || state == 'Z' || state == 'X'
 }
 
+// isFirst reports whether the process is the first one of its PID namespace. It is not if it has ended.
+func (p *process) isFirst() bool {
+	status, _ := p.read("status") // fails if it has ended
+	for line := range strings.Lines(string(status)) {
+		if numbers, ok := strings.CutPrefix(line, "NSpid:"); ok {
+			fields := strings.Fields(numbers)
+			return len(fields) > 0 && fields[len(fields)-1] == "1"
+		}
+	}
+	return false
+}
+
 // await waits for the end of the process. It does not take a thread.
 func (p *process) await() error {
 	pid, err := strconv.Atoi(filepath.Base(p.dir.Name()))

@@ -1,12 +1,10 @@
 package nested
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os"
 	"slices"
-	"strings"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -40,15 +38,9 @@ func (e *Engine) sweep(w *watcher, pods map[uint32]string) {
 	}
 	for _, c := range found {
 		c.lateStart = true // before others see it
-		if e.add(w, c) != c {
-			continue
+		if e.add(w, c) == c {
+			e.equipRunning(w, c)
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), deadline)
-		if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
-			e.warn(c.pod, c.name, err)
-		}
-		cancel()
-		e.config.Changed(c.pod)
 	}
 }
 
@@ -129,26 +121,14 @@ func (l *lister) keep(p *process) bool {
 		return false
 	}
 	_, inode, err := p.inode("ns/pid")
-	status, statusErr := p.read("status")
-	if err != nil || statusErr != nil {
+	if err != nil {
 		return false // it has ended
 	}
-	if inode == owner && isFirst(string(status)) {
+	if inode == owner && p.isFirst() {
 		l.inits[owner] = p
 	}
 	l.processes = append(l.processes, p)
 	return true
-}
-
-// isFirst reports whether a status is that of the first process of its PID namespace.
-func isFirst(status string) bool {
-	for line := range strings.Lines(status) {
-		if numbers, ok := strings.CutPrefix(line, "NSpid:"); ok {
-			fields := strings.Fields(numbers)
-			return len(fields) > 0 && fields[len(fields)-1] == "1"
-		}
-	}
-	return false
 }
 
 // firstOf opens the first process of the PID namespace of a process, whose end is that of the container. It is nil if
@@ -162,8 +142,7 @@ func firstOf(proc string, p *process) *process {
 		}
 		samePID, pidErr := sameInode(first, p, "ns/pid")
 		sameMount, mountErr := sameInode(first, p, "ns/mnt")
-		status, statusErr := first.read("status")
-		if errors.Join(pidErr, mountErr, statusErr) == nil && samePID && sameMount && isFirst(string(status)) {
+		if pidErr == nil && mountErr == nil && samePID && sameMount && first.isFirst() {
 			return first
 		}
 		first.close()

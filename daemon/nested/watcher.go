@@ -131,48 +131,50 @@ func (w *watcher) makeMaps() error {
 
 // watch stops new containers below a pod's own containers from now on.
 func (w *watcher) watch(netns uint32) error {
+	return w.change(fmt.Sprintf("watching the netns %d", netns), func(m maps) error {
+		return m.nets.Put(uint64(netns), uint32(1))
+	})
+}
+
+// change changes the maps, for that purpose. Those of a watcher that is closed need no change.
+func (w *watcher) change(purpose string, do func(maps) error) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.closed {
 		return nil
 	}
-	if err := w.maps.nets.Put(uint64(netns), uint32(1)); err != nil {
-		return fmt.Errorf("watching the netns %d: %w", netns, err)
+	if err := do(w.maps); err != nil {
+		return fmt.Errorf("%s: %w", purpose, err)
+	}
+	return nil
+}
+
+// remove removes a key, if it is there.
+func remove(m *ebpf.Map, key any) error {
+	if err := m.Delete(key); !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return err
 	}
 	return nil
 }
 
 // unwatch ends watch.
 func (w *watcher) unwatch(netns uint32) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.closed {
-		return nil
-	}
-	errs := []error{w.maps.nets.Delete(uint64(netns))}
-	var key uint32
-	var value struct{ Netns, Start uint64 }
-	var stale []uint32
-	all := w.maps.below.Iterate()
-	for all.Next(&key, &value) {
-		if value.Netns == uint64(netns) {
-			stale = append(stale, key)
+	return w.change(fmt.Sprintf("watching the netns %d no more", netns), func(m maps) error {
+		var key uint32
+		var value struct{ Netns, Start uint64 }
+		var stale []uint32
+		all := m.below.Iterate()
+		for all.Next(&key, &value) {
+			if value.Netns == uint64(netns) {
+				stale = append(stale, key)
+			}
 		}
-	}
-	errs = append(errs, all.Err())
-	for _, key := range stale {
-		errs = append(errs, w.maps.below.Delete(key))
-	}
-	var failed error
-	for _, err := range errs {
-		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-			failed = errors.Join(failed, err)
+		err := errors.Join(remove(m.nets, uint64(netns)), all.Err())
+		for _, key := range stale {
+			err = errors.Join(err, remove(m.below, key))
 		}
-	}
-	if failed != nil {
-		return fmt.Errorf("watching the netns %d no more: %w", netns, failed)
-	}
-	return nil
+		return err
+	})
 }
 
 // next waits for the next process that was stopped. The error is ringbuf.ErrFlushed when there is none after a flush.
@@ -190,45 +192,24 @@ func (w *watcher) next() (event, error) {
 
 // settle says which execs in a mount namespace are to stop.
 func (w *watcher) settle(mount uint64, verdict uint32) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.closed {
-		return nil
-	}
-	if err := w.maps.known.Put(mount, verdict); err != nil {
-		return fmt.Errorf("noting the mount namespace of a container: %w", err)
-	}
-	return nil
+	return w.change("noting the mount namespace of a container", func(m maps) error {
+		return m.known.Put(mount, verdict)
+	})
 }
 
 // passRoot makes mount namespaces with the root of an event pass: it is the pod's own container's.
 func (w *watcher) passRoot(e event) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.closed {
-		return nil
-	}
-	key := struct{ Inode, Dev uint64 }{e.Inode, uint64(e.Dev)}
-	if err := w.maps.roots.Put(key, uint32(1)); err != nil {
-		return fmt.Errorf("noting the root of the pod's container: %w", err)
-	}
-	if err := w.maps.known.Delete(e.Mount); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-		return fmt.Errorf("forgetting the mount namespace of the pod's container: %w", err)
-	}
-	return nil
+	return w.change("noting the root of the pod's container", func(m maps) error {
+		key := struct{ Inode, Dev uint64 }{e.Inode, uint64(e.Dev)}
+		return errors.Join(m.roots.Put(key, uint32(1)), remove(m.known, e.Mount))
+	})
 }
 
 // forget makes the next exec in a mount namespace stop.
 func (w *watcher) forget(mount uint64) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.closed {
-		return nil
-	}
-	if err := w.maps.known.Delete(mount); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-		return fmt.Errorf("forgetting the mount namespace of a container: %w", err)
-	}
-	return nil
+	return w.change("forgetting the mount namespace of a container", func(m maps) error {
+		return remove(m.known, mount)
+	})
 }
 
 // detach takes the program from the tracepoint. The events so far can still be read.

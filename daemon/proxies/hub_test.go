@@ -1,7 +1,6 @@
 package proxies
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"log/slog"
@@ -498,28 +497,10 @@ func TestDeafProxiesDelayNoOther(t *testing.T) {
 	}
 }
 
-// syncBuffer is a log that is read while it is written.
-type syncBuffer struct {
-	mu  sync.Mutex
-	log bytes.Buffer
-}
-
-func (b *syncBuffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.log.Write(p)
-}
-
-func (b *syncBuffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.log.String()
-}
-
 // TestProxyDoesNotFloodTheLog: one that connects and goes, again and again, makes a few lines.
 func TestProxyDoesNotFloodTheLog(t *testing.T) {
 	t.Parallel()
-	var log syncBuffer
+	var log testbed.Log
 	h := newTestHubAt(t, slog.NewTextHandler(&log, nil), func(l net.Listener) net.Listener { return l })
 	const count = 100
 	for i := range count {
@@ -536,8 +517,8 @@ func TestProxyDoesNotFloodTheLog(t *testing.T) {
 		"proxy connected", "proxy has gone", "a proxy is there", "no proxy is there: connections wait",
 		"proxy refused: too many are connected",
 	} {
-		testbed.Eventually(t, "the log has "+message, func() bool { return strings.Contains(log.String(), message) })
-		if got := strings.Count(log.String(), `msg="`+message+`"`); got > count/10 {
+		testbed.Eventually(t, "the log has "+message, func() bool { return log.Count(message) > 0 })
+		if got := log.Count(`msg="` + message + `"`); got > count/10 {
 			t.Errorf("%d lines %q, want a few", got, message)
 		}
 	}

@@ -168,7 +168,7 @@ func (s *Server) ask(ctx context.Context, c captured.Conn, slot *slot) (*net.TCP
 func (s *Server) request(c captured.Conn) upstream.Request {
 	r := upstream.Request{
 		Destination: c.Destination, Source: c.Source, Pod: s.Pod, Inbound: c.Inbound, Trust: s.trust(),
-		More: socket.HasBytes(c),
+		More: func() bool { return socket.HasBytes(c) },
 	}
 	if !c.Inbound {
 		r.Nested = !c.Source.Addr().IsLoopback() && !slices.Contains(s.Addresses(), c.Source.Addr())

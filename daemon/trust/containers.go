@@ -326,20 +326,13 @@ func (t *Trust) podLocked(podUID string) Pod {
 	slices.SortFunc(pod.Containers, func(a, b Container) int {
 		return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
 	})
-	pod.State = worst(pod.Containers)
 	if len(pod.Containers) == 0 {
-		pod.Note = "no container runs"
+		pod.State, pod.Note = truststore.Unknown, "no container runs"
+		return pod
+	}
+	pod.State = truststore.Trusted
+	for _, c := range pod.Containers {
+		pod.State = truststore.Worst(pod.State, c.State)
 	}
 	return pod
-}
-
-// worst is the worst state of containers, and unknown if there are none.
-func worst(containers []Container) truststore.State {
-	states := []truststore.State{truststore.Unknown, truststore.FilesOnly, truststore.Trusted}
-	for _, state := range states {
-		if slices.ContainsFunc(containers, func(c Container) bool { return c.State == state }) {
-			return state
-		}
-	}
-	return truststore.Unknown
 }

@@ -1,7 +1,6 @@
 package trust
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -20,6 +19,7 @@ import (
 	nrilog "github.com/containerd/nri/pkg/log"
 
 	"github.com/sluice-cni/sluice/integration/pki"
+	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
@@ -32,7 +32,7 @@ func TestMain(m *testing.M) {
 type scene struct {
 	t   *testing.T
 	dir string
-	log *lockedBuffer
+	log *testbed.Log
 	ca  []byte
 
 	older string // the pod that ran before it was captured
@@ -49,7 +49,7 @@ func newScene(t *testing.T, wanted ...string) *scene {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	s := &scene{t: t, dir: dir, log: &lockedBuffer{}, wanted: make(map[string]bool), changed: make(map[string]int)}
+	s := &scene{t: t, dir: dir, log: &testbed.Log{}, wanted: make(map[string]bool), changed: make(map[string]int)}
 	for _, id := range wanted {
 		s.wanted[id] = true
 	}
@@ -221,27 +221,6 @@ func (s *scene) eventually(wanted string, cond func() bool) {
 		}
 	}
 }
-
-// lockedBuffer is a log.
-type lockedBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (b *lockedBuffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.Write(p)
-}
-
-func (b *lockedBuffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.String()
-}
-
-// count is the number of lines with a text.
-func (b *lockedBuffer) count(text string) int { return strings.Count(b.String(), text) }
 
 // runtime is the runtime's side of NRI, behind a relay whose connections a test can end: the library cannot.
 type runtime struct {

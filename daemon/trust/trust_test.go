@@ -173,7 +173,7 @@ func TestRetry(t *testing.T) {
 	for range 3 {
 		s.ready(trust, "pod")
 	}
-	if got, logged := s.read("tries"), s.log.count("is not repaired"); got != "\n\n\n\n" || logged != 1 {
+	if got, logged := s.read("tries"), s.log.Count("is not repaired"); got != "\n\n\n\n" || logged != 1 {
 		t.Errorf("got %d repairs and %d lines about them, want 4 and 1", len(got), logged)
 	}
 	s.write("mended", "")
@@ -228,7 +228,7 @@ func TestRotation(t *testing.T) {
 	key := "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"
 	s.must(os.WriteFile(filepath.Join(data, "ca.pem"), []byte(key), 0o600))
 	s.must(os.WriteFile(s.path("ca/touched"), nil, 0o600))
-	s.eventually("the key is refused", func() bool { return s.log.count("PRIVATE KEY") == 1 })
+	s.eventually("the key is refused", func() bool { return s.log.Count("PRIVATE KEY") == 1 })
 	s.wantState(trust, "pod", truststore.Trusted, "app")
 	stop()
 
@@ -250,7 +250,7 @@ func TestReconnect(t *testing.T) {
 		t.Errorf("asked: %t, needed: %t; want both", asked, needed)
 	}
 	r.crash()
-	s.eventually("the loss is said", func() bool { return s.log.count("is lost") == 1 })
+	s.eventually("the loss is said", func() bool { return s.log.Count("is lost") == 1 })
 	if asked, _ := trust.Asked(); asked {
 		t.Error("a runtime that has gone asks")
 	}
@@ -263,7 +263,7 @@ func TestReconnect(t *testing.T) {
 	s.newRuntime(running("later", 4343))
 	s.eventually("the new container is known", func() bool { return trust.State("later").State == truststore.Trusted })
 	s.wantState(trust, "pod", truststore.Unknown, "no container runs")
-	if lost, back := s.log.count("is lost"), s.log.count("connected to"); lost != 1 || back != 2 {
+	if lost, back := s.log.Count("is lost"), s.log.Count("connected to"); lost != 1 || back != 2 {
 		t.Errorf("got %d lines about the loss and %d about the connection, want 1 and 2", lost, back)
 	}
 }
@@ -331,7 +331,7 @@ func TestNoRuntime(t *testing.T) {
 	s.wantState(trust, "pod", truststore.Unknown, "enable NRI")
 	s.newRuntime(running("pod", 4242))
 	s.eventually("the container is repaired, late", func() bool { return isLate(trust) })
-	if n := s.log.count("enable NRI"); n != 1 {
+	if n := s.log.Count("enable NRI"); n != 1 {
 		t.Errorf("got %d lines, want 1", n)
 	}
 }

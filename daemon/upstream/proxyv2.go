@@ -33,7 +33,7 @@ const maxField = 255
 // watch of an idle connection goes on until the first bytes from the upstream: the next reader waits for its end.
 func announce(conn net.Conn, req Request) ([]byte, error) {
 	send := func(b []byte) error { _, err := conn.Write(b); return err }
-	if req.More {
+	if req.More != nil && req.More() {
 		send = func(b []byte) error { return socket.SendMore(conn.(syscall.Conn), b) }
 	}
 	if err := send(proxyHeader(req)); err != nil {

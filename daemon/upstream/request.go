@@ -45,9 +45,9 @@ type Request struct {
 	Nested bool
 	// Container is the state of the nested container, or empty if the pod has not opted in.
 	Container string
-	// More says that bytes of the app will follow at once, if the protocol has no answer. The upstream then wakes once
-	// for both.
-	More bool
+	// More reports whether bytes of the app will follow at once; the upstream then wakes once for both. It may be nil.
+	// It is called only if the protocol has no answer: it costs a system call.
+	More func() bool
 }
 
 // HalfClose reports whether the upstream's protocol carries the end of one direction alone.

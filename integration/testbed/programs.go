@@ -26,26 +26,30 @@ type Program struct {
 	tb   TB
 	name string
 	cmd  *exec.Cmd
-	log  *logBuffer
+	log  *Log
 	done chan struct{}
 }
 
-type logBuffer struct {
+// Log is a log that is read while it is written. The zero value is empty.
+type Log struct {
 	mu  sync.Mutex
 	buf bytes.Buffer
 }
 
-func (b *logBuffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.buf.Write(p)
+func (l *Log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(p)
 }
 
-func (b *logBuffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.buf.String()
+func (l *Log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
 }
+
+// Count is how often the log has a text.
+func (l *Log) Count(text string) int { return strings.Count(l.String(), text) }
 
 // Launch starts a program in h; it is killed when the test ends, and its log shown if the test failed.
 func Launch(h *Host, name string, args ...string) *Program {
@@ -56,7 +60,7 @@ func Launch(h *Host, name string, args ...string) *Program {
 // launch is Launch for a program with a name, in new namespaces (CLONE_NEW…).
 func launch(h *Host, name string, cmd *exec.Cmd, namespaces uintptr) *Program {
 	h.tb.Helper()
-	p := &Program{tb: h.tb, name: name, cmd: cmd, log: &logBuffer{}, done: make(chan struct{})}
+	p := &Program{tb: h.tb, name: name, cmd: cmd, log: &Log{}, done: make(chan struct{})}
 	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Cloneflags: namespaces}
 	if err := h.Start(p.cmd); err != nil {

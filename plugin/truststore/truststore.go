@@ -108,6 +108,12 @@ const (
 	Unknown State = "unknown"
 )
 
+// Worst returns the worst of two states. What is none of the states counts as Unknown.
+func Worst(a, b State) State {
+	order := []State{Unknown, FilesOnly, Trusted}
+	return order[max(min(slices.Index(order, a), slices.Index(order, b)), 0)]
+}
+
 // Store is the outcome for one trust store.
 type Store struct {
 	Path   string `json:"path"` // in the container; it may be a link to the store
