@@ -11,6 +11,7 @@ help="Makes roots of container images in bin/images/IMAGE/, as root. All take so
   bare                a layer over debian13: no trust store of the distribution
   distroless          programs of debian13 with their libraries, one bundle, no shell
   busybox             BusyBox alone
+  updates             no image: packages of debian13 and of Python, which a test installs there
 Name debian12 and debian13 before those that are made from them. A layer is for overlayfs: a device 0:0 in it hides a
 file of the image beneath."
 here=$(cd "$(dirname "$0")" && pwd)
@@ -44,6 +45,7 @@ main() {
         bare) image bare bare "$bin/debian13" ;;
         distroless) image distroless distroless "$bin/debian13" ;;
         busybox) image busybox busybox ;;
+        updates) image updates updates "$bin/debian13" ;;
         *) say "no image is named $thing" >&2 && exit 2 ;;
         esac
     done
@@ -220,6 +222,21 @@ busybox() {
     for applet in $(/bin/busybox --list); do
         if [[ $applet != busybox ]]; then ln -s busybox "$root/bin/$applet"; fi
     done
+}
+
+# updates BASE has the package ca-certificates, and versions of certifi and pip that are older than those of the image.
+updates() {
+    local base=$1
+    # An overlay, so that the image stays as it is. It ends with the mount namespace.
+    # shellcheck disable=SC2016 # the inner shell expands it
+    unshare --mount sh -ec '
+        mkdir "$2/upper" "$2/work" "$2/merged"
+        mount -t overlay overlay -o "lowerdir=$1,upperdir=$2/upper,workdir=$2/work" "$2/merged"
+        chroot "$2/merged" apt-get -qq -o Acquire::Retries=3 update
+        chroot "$2/merged" sh -c "cd /tmp && apt-get -qq -o Acquire::Retries=3 download ca-certificates"
+        cp "$2"/merged/tmp/*.deb "$3"
+    ' - "$base" "$(mktemp -d -p "$new")" "$root"
+    python3 -m pip --disable-pip-version-check download --quiet --no-deps --dest "$root" certifi==2025.1.31 pip==25.0
 }
 
 # add_libraries BASE PROGRAM copies the libraries of a program, if it is not static.

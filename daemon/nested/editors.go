@@ -5,16 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
-
-// editors are the names of programs that change the files which their arguments name. They are updaters of trust stores
-// where an argument leads to one.
-var editors = []string{"rm", "mv", "cp", "ln", "sed", "install", "tee", "chmod", "chown", "truncate"}
 
 const (
 	// maxArguments bounds the arguments that are looked at: a program with more of them counts as an updater.
@@ -23,10 +20,9 @@ const (
 	maxLooks = 32
 )
 
-// isUpdate reports whether an editor changes a trust store. One with a hanging file system goes on.
-func (e *Engine) isUpdate(ctx context.Context, c *container, p *process) bool {
-	stores := c.boundStores()
-	if len(stores) == 0 {
+// isUpdate reports whether a program changes a trust store, by its arguments. One with a hanging file system goes on.
+func (e *Engine) isUpdate(ctx context.Context, c *container, p *process, name string) bool {
+	if !isUpdaterByArguments(name) {
 		return false
 	}
 	select {
@@ -37,7 +33,7 @@ func (e *Engine) isUpdate(ctx context.Context, c *container, p *process) bool {
 	done := make(chan bool, 1)
 	go func() {
 		defer func() { <-e.looks }()
-		touches, err := p.touches(stores)
+		touches, err := p.updates(name, c.boundStores())
 		if err != nil && !p.ended() {
 			e.config.Log.Warn("it is not known whether a program changes a trust store", "err", err)
 		}
@@ -51,12 +47,20 @@ func (e *Engine) isUpdate(ctx context.Context, c *container, p *process) bool {
 	}
 }
 
-// touches reports whether an argument of the process leads to one of the stores, or to a folder of one.
-func (p *process) touches(stores []string) (bool, error) {
+// updates reports whether the process, which runs a program of that name, changes one of the stores.
+func (p *process) updates(name string, stores []string) (bool, error) {
 	arguments, err := p.arguments()
 	if err != nil {
 		return false, err
 	}
+	if slices.Contains(editors, name) {
+		return p.touches(stores, arguments)
+	}
+	return isInstaller(name, arguments) || isRehash(name, arguments), nil
+}
+
+// touches reports whether an argument of the process leads to one of the stores, or to a folder of one.
+func (p *process) touches(stores, arguments []string) (bool, error) {
 	cwd, err := p.workingFolder()
 	if err != nil {
 		return false, err

@@ -60,9 +60,9 @@ func TestTouchesStore(t *testing.T) {
 		must(t, err)
 		if i >= 0 {
 			c := cases[i]
-			touches, err := held.touches([]string{"/" + store})
+			touches, err := held.updates("rm", []string{"/" + store})
 			must(t, err)
-			if touches != c.want || !e.runs("rm") {
+			if touches != c.want || e.name() != "rm" {
 				t.Errorf("%s in %s, with %s: got %t, want %t", e.Name, c.cwd, c.arguments, touches, c.want)
 			}
 		}

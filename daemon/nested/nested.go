@@ -213,6 +213,9 @@ func (e *Engine) startLocked() bool {
 	err := checkPrivileges(e.config.Proc)
 	var w *watcher
 	if err == nil {
+		err = checkKernel()
+	}
+	if err == nil {
 		w, err = newWatcher()
 	}
 	if err != nil {
@@ -302,12 +305,10 @@ func (e *Engine) handle(w *watcher, ev event) {
 	if c == nil {
 		return
 	}
-	updates := slices.ContainsFunc(updaters, ev.runs)
-	if slices.ContainsFunc(editors, ev.runs) {
-		updates = e.isUpdate(ctx, c, p)
-		if !updates && c.settled.Load() {
-			return // most of them: nothing has changed, and nothing is to be told
-		}
+	name := ev.name()
+	updates := isUpdater(name) || e.isUpdate(ctx, c, p, name)
+	if !updates && c.settled.Load() {
+		return // most of them: nothing has changed, and nothing is to be told
 	}
 	select {
 	case e.slots <- struct{}{}:
@@ -344,10 +345,8 @@ func (e *Engine) warn(pod, container string, err error) {
 	}
 }
 
-// runs reports whether the event is that of a program.
-func (ev event) runs(name string) bool {
-	return strings.TrimRight(string(ev.Name[:]), "\x00") == name[:min(len(name), len(ev.Name)-1)]
-}
+// name is that of the program, or the beginning of it.
+func (ev event) name() string { return strings.TrimRight(string(ev.Name[:]), "\x00") }
 
 // find returns the container of a process, or nil if the process is none that is to be looked at.
 func (e *Engine) find(w *watcher, p *process, ev event, pod string) (*container, error) {
@@ -525,6 +524,16 @@ var needed = map[int]string{
 	unix.CAP_KILL:         "KILL",         // SIGCONT for processes of other users
 	unix.CAP_DAC_OVERRIDE: "DAC_OVERRIDE", // stores that only their owner may read
 	unix.CAP_CHOWN:        "CHOWN",        // copies keep the owner
+}
+
+// checkKernel asks for the newest of the system calls that mounts over trust stores take. The kernel's types (BTF) are
+// asked for by newWatcher.
+func checkKernel() error {
+	err := unix.MountSetattr(-1, "", 0, &unix.MountAttr{})
+	if errors.Is(err, unix.ENOSYS) {
+		return errors.New("Linux is older than 5.12")
+	}
+	return nil
 }
 
 // checkPrivileges names the privileges that this process lacks.

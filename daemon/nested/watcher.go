@@ -17,19 +17,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// updaters are the names of programs that write trust stores. The kernel keeps 15 bytes of them.
-var updaters = []string{
-	"update-ca-certificates", "update-ca-trust", "trust", "c_rehash",
-	"dpkg", "apk", "rpm", "rpmdb", "dnf", "dnf-3", "dnf5", "yum", "microdnf", "zypper", "pacman",
-}
-
 // maps are the maps of the program.
 type maps struct {
 	nets     *ebpf.Map // inodes of the netns of watched pods, as 8 bytes
 	below    *ebpf.Map // inode of the PID namespace of a pod's own container -> netns (8 bytes), start
 	known    *ebpf.Map // number of a mount namespace -> knownOwn, knownSettled or knownAside
 	roots    *ebpf.Map // inode and device of the roots of the pods' own containers
-	updaters *ebpf.Map // names of programs: updaters and editors
+	updaters *ebpf.Map // names of programs: those of updaters.go
 	events   *ebpf.Map
 	levels   int // of PID namespaces above a container that the program can count
 }
@@ -40,6 +34,7 @@ const (
 	maxBelow      = 4096
 	maxKnown      = 16384
 	maxRoots      = 1024
+	maxUpdaters   = 256
 	eventsBytes   = 256 << 10
 	maxProgLevels = 4
 )
@@ -110,7 +105,7 @@ func (w *watcher) makeMaps() error {
 		{&w.maps.below, ebpf.MapSpec{Type: ebpf.LRUHash, KeySize: 4, ValueSize: 16, MaxEntries: maxBelow}},
 		{&w.maps.known, ebpf.MapSpec{Type: ebpf.LRUHash, KeySize: 8, ValueSize: 4, MaxEntries: maxKnown}},
 		{&w.maps.roots, ebpf.MapSpec{Type: ebpf.LRUHash, KeySize: 16, ValueSize: 4, MaxEntries: maxRoots}},
-		{&w.maps.updaters, ebpf.MapSpec{Type: ebpf.Hash, KeySize: 16, ValueSize: 4, MaxEntries: 64}},
+		{&w.maps.updaters, ebpf.MapSpec{Type: ebpf.Hash, KeySize: 16, ValueSize: 4, MaxEntries: maxUpdaters}},
 		{&w.maps.events, ebpf.MapSpec{Type: ebpf.RingBuf, MaxEntries: eventsBytes}},
 	} {
 		created, err := ebpf.NewMap(&m.spec)
@@ -119,9 +114,9 @@ func (w *watcher) makeMaps() error {
 		}
 		*m.to = created
 	}
-	for _, name := range slices.Concat(updaters, editors) {
+	for _, name := range slices.Concat(updaters, editors, pips, pythons, []string{openssl}) {
 		var key [16]byte
-		copy(key[:15], name)
+		copy(key[:maxName], name)
 		if err := w.maps.updaters.Put(key, uint32(1)); err != nil {
 			return fmt.Errorf("naming the updaters of trust stores: %w", err)
 		}

@@ -1,0 +1,73 @@
+package nested
+
+import (
+	"fmt"
+	"path"
+	"slices"
+	"strings"
+)
+
+// updaters are the names of programs that write trust stores. uv, Conda and the like replace
+// certifi's.
+var updaters = []string{
+	"update-ca-certificates", "update-ca-trust", "trust", "c_rehash", "keytool",
+	"dpkg", "apk", "rpm", "rpmdb", "dnf", "dnf-3", "dnf5", "yum", "microdnf", "zypper", "pacman",
+	"uv", "uvx", "conda", "mamba", "micromamba", "poetry", "pipenv", "pdm",
+}
+
+// editors are the names of programs that change the files which their arguments name. They are updaters where an
+// argument leads to a store.
+var editors = []string{"rm", "mv", "cp", "ln", "sed", "install", "tee", "chmod", "chown", "truncate"}
+
+// openssl is an updater as `openssl rehash`, which makes the hashed names of a folder.
+const openssl = "openssl"
+
+func isRehash(name string, arguments []string) bool {
+	return name == openssl && len(arguments) > 0 && arguments[0] == "rehash"
+}
+
+// pips and pythons are the names of programs that may install Python packages, of which certifi and pip itself bring a
+// store along. Each is an updater then.
+var pips, pythons = versions("pip"), versions("python")
+
+// versions are the names that a program of Python has.
+func versions(name string) []string {
+	names := []string{name, name + "3"}
+	for minor := 6; minor < 20; minor++ {
+		names = append(names, fmt.Sprintf("%s3.%d", name, minor))
+	}
+	return names
+}
+
+// isInstaller reports whether a program of that name installs or removes Python packages, by its arguments. Those of a
+// script begin with its path.
+func isInstaller(name string, arguments []string) bool {
+	installs := slices.Contains(arguments, "install") || slices.Contains(arguments, "uninstall")
+	if slices.Contains(pips, name) {
+		return installs
+	}
+	for _, a := range arguments {
+		switch base, _, _ := strings.Cut(path.Base(strings.TrimPrefix(a, "-m")), "."); base { // pip3.13, get-pip.py
+		case "get-pip", "ensurepip":
+			return true
+		case "pip", "pip3":
+			if installs {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// isUpdater reports whether a program of that name, as the kernel keeps it, writes stores whatever its arguments are.
+func isUpdater(name string) bool {
+	return slices.ContainsFunc(updaters, func(u string) bool { return u[:min(len(u), maxName)] == name })
+}
+
+// isUpdaterByArguments reports whether a program of that name may write stores, by its arguments.
+func isUpdaterByArguments(name string) bool {
+	return name == openssl || slices.Contains(slices.Concat(editors, pips, pythons), name)
+}
+
+// maxName is how much of the name of a program the kernel keeps (TASK_COMM_LEN).
+const maxName = 15
