@@ -198,7 +198,8 @@ distroless() {
     put "$base/etc/ssl/certs/java/cacerts" /etc/ssl/certs/java/cacerts
     printf 'root:x:0:0:root:/root:/sbin/nologin\nnonroot:x:65532:65532:nonroot:/home/nonroot:/sbin/nologin\n' |
         install -D -m 644 /dev/stdin "$root/etc/passwd"
-    mkdir -p "$root/tmp" "$root/usr/bin" "$root/usr/lib" "$root/usr/lib64"
+    mkdir -p "$root/usr/bin" "$root/usr/lib" "$root/usr/lib64"
+    install -d -m 1777 "$root/tmp"
     ln -s usr/bin usr/lib usr/lib64 "$root"
     link "/$(jre "$base")/bin/java" /usr/bin/java
     python=$(basename "$(readlink "$base/usr/bin/python3")")

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -341,6 +342,19 @@ func startServerAlone(ctx context.Context, t *testing.T, c *envconf.Config) {
 	waitFor(ctx, t, "the API server responds again", func() (bool, error) {
 		return client(c).Get(ctx, "server", namespace, &corev1.Pod{}) == nil, nil
 	})
+	waitForControllers(ctx, t, c)
+}
+
+// waitForControllers waits until the controllers work, by one that makes a ServiceAccount in a new namespace. Those of
+// kind end without the API server, and kubelet starts them again up to five minutes later.
+func waitForControllers(ctx context.Context, t *testing.T, c *envconf.Config) {
+	t.Helper()
+	ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "controllers-"}}
+	must(t, client(c).Create(ctx, ns))
+	must(t, within(ctx, 6*time.Minute, "the controllers work", func() (bool, error) {
+		return client(c).Get(ctx, "default", ns.Name, &corev1.ServiceAccount{}) == nil, nil
+	}))
+	must(t, client(c).Delete(ctx, ns))
 }
 
 func stopServerAndDaemon(ctx context.Context, t *testing.T, c *envconf.Config) {

@@ -210,25 +210,16 @@ func removeWithoutAPIServer(ctx context.Context, t *testing.T, c *envconf.Config
 // withStoppedAPIServer calls do while the API server is down.
 func withStoppedAPIServer(ctx context.Context, t *testing.T, c *envconf.Config, do func()) {
 	t.Helper()
-	_, err := nodeNamed(ctx, apiServerNode, stopAPIServer)
-	must(t, err)
+	stopServerAlone(ctx, t, c)
 	started := false
-	start := func() {
-		if !started {
-			started = true
-			_, err := nodeNamed(context.WithoutCancel(ctx), apiServerNode, startAPIServer)
-			must(t, err)
+	defer func() {
+		if !started { // the test has failed
+			_, _ = nodeNamed(context.WithoutCancel(ctx), apiServerNode, startAPIServer)
 		}
-	}
-	defer start()
-	waitFor(ctx, t, "the API server is down", func() (bool, error) {
-		return client(c).Get(ctx, "server", namespace, &corev1.Pod{}) != nil, nil
-	})
+	}()
 	do()
-	start()
-	waitFor(ctx, t, "the API server responds again", func() (bool, error) {
-		return client(c).Get(ctx, "server", namespace, &corev1.Pod{}) == nil, nil
-	})
+	started = true
+	startServerAlone(ctx, t, c)
 }
 
 // staysInstalled ends daemons in ways that do not mean a removal: their logs say so, and a captured pod's connections
