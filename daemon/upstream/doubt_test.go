@@ -41,13 +41,7 @@ func TestFewSlowAnswersEndWithAProof(t *testing.T) {
 		unclear := &unclearError{ErrLate, "500 Unable to connect"}
 		var d Doubt
 		for i := range fewFailures {
-			want := ErrLate
-			if i == fewFailures-1 {
-				want = ErrUnreachable
-			}
-			if err := u.Judge(&d, unclear); !errors.Is(err, want) {
-				t.Fatalf("answer %d: got %v, want %v", i, err, want)
-			}
+			wantJudged(t, u, &d, unclear, i == fewFailures-1)
 			time.Sleep(longDoubt / 2)
 			u.recordConnected()
 		}
@@ -61,14 +55,20 @@ func TestUnclearMisconfigurationEndsWithAProof(t *testing.T) {
 	unclear := &unclearError{ErrMisconfigured, "400 Bad Request"}
 	var d Doubt
 	for i := range maxFailures {
-		want := ErrMisconfigured
-		if i == maxFailures-1 {
-			want = ErrUnreachable
-		}
-		if err := u.Judge(&d, unclear); !errors.Is(err, want) {
-			t.Fatalf("answer %d: got %v, want %v", i, err, want)
-		}
+		wantJudged(t, u, &d, unclear, i == maxFailures-1)
 		u.recordConnected()
+	}
+}
+
+// wantJudged fails unless an unclear answer keeps its meaning, or means ErrUnreachable if it is the last one.
+func wantJudged(t *testing.T, u *Upstream, d *Doubt, unclear *unclearError, last bool) {
+	t.Helper()
+	want := unclear.until
+	if last {
+		want = ErrUnreachable
+	}
+	if err := u.Judge(d, unclear); !errors.Is(err, want) {
+		t.Fatalf("got %v, want %v", err, want)
 	}
 }
 

@@ -172,26 +172,33 @@ func describe(layer []byte, files map[string]string) error {
 // TestStoreChanges: steps of builds that change the trust store end as without sluice, and leave the same files. The
 // limits do not.
 func TestStoreChanges(t *testing.T) {
-	l := newLab(t, inspect())
+	newLab(t, inspect()).applyAll(storeImage(t), changes, func(c change, got, want ended, found []string) {
+		if all := list(want.files); !strings.Contains(all, "etc/ssl/") && !strings.Contains(all, "etc/.wh.ssl") {
+			t.Errorf("%s without sluice changes no store:\n%s", c.name, list(want.files))
+		}
+		same := got.exitCode == want.exitCode && maps.Equal(got.files, want.files) && found == nil
+		if same == c.limit {
+			t.Errorf("%s: got exit code %s, the traces %q of the CA and the files\n%swant %s, none and\n%s"+
+				"unless it is a limit: %t", c.name, got.exitCode, found, list(got.files), want.exitCode,
+				list(want.files), c.limit)
+		}
+	})
+}
+
+// applyAll runs changes in builds by both builders of a dockerd in the captured pod, and of one in a pod that is not
+// captured. It calls check with both ends, and with the traces of the CA in the first image.
+func (l *lab) applyAll(i image, all []change, check func(c change, got, want ended, found []string)) {
+	l.t.Helper()
 	without := l.startDocker(l.Node.AddBystander())
-	i := storeImage(t)
 	l.publish(i)
-	s := newTraces(t, l.ProxyCA())
+	s := newTraces(l.t, l.ProxyCA())
 	for _, builder := range []string{classic, buildKit} {
-		for number, c := range changes {
+		for number, c := range all {
 			with, plain := fmt.Sprintf("with-%d", number), fmt.Sprintf("without-%d", number)
 			got := l.apply(l.docker, builder, i.repository, c, with)
 			want := l.apply(without, builder, i.repository, c, plain)
-			if all := list(want.files); !strings.Contains(all, "etc/ssl/") && !strings.Contains(all, "etc/.wh.ssl") {
-				t.Errorf("%s by %s without sluice changes no store:\n%s", c.name, builder, list(want.files))
-			}
-			found := l.inPushed(s, with)
-			same := got.exitCode == want.exitCode && maps.Equal(got.files, want.files) && found == nil
-			if same == c.limit {
-				t.Errorf("%s by %s: got exit code %s, the traces %q of the CA and the files\n%swant %s, none and\n%s"+
-					"unless it is a limit: %t", c.name, builder, got.exitCode, found, list(got.files), want.exitCode,
-					list(want.files), c.limit)
-			}
+			c.name += " by " + builder
+			check(c, got, want, l.inPushed(s, with))
 		}
 	}
 }

@@ -1,7 +1,6 @@
 package nested
 
 import (
-	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -54,31 +53,20 @@ func TestUpdates(t *testing.T) {
 	if *tableFile == "" {
 		t.Skip("it is for `make nested-table`")
 	}
-	l := newLab(t, inspect())
-	without := l.startDocker(l.Node.AddBystander())
 	debian := madeImages(t)[0]
 	debian.repository = "updates"
 	debian.content.Layers = append(debian.content.Layers, registry.Files(updateFiles(t)))
-	l.publish(debian)
-	s := newTraces(t, l.ProxyCA())
-	for _, builder := range []string{classic, buildKit} {
-		for number, c := range updates {
-			with, plain := fmt.Sprintf("with-%d", number), fmt.Sprintf("without-%d", number)
-			got := l.apply(l.docker, builder, debian.repository, c, with)
-			want := l.apply(without, builder, debian.repository, c, plain)
-			if got.exitCode != "0" || want.exitCode != "0" {
-				t.Errorf("%s by %s: got exit code %s, and %s without sluice, want 0", c.name, builder, got.exitCode,
-					want.exitCode)
-			}
-			if differ := differences(got.files, want.files); len(differ) > 0 {
-				t.Errorf("%s by %s: these files differ from those without sluice:\n%s", c.name, builder,
-					strings.Join(differ, "\n"))
-			}
-			if found := l.inPushed(s, with); found != nil {
-				t.Errorf("%s by %s: the image has %q", c.name, builder, found)
-			}
+	newLab(t, inspect()).applyAll(debian, updates, func(c change, got, want ended, found []string) {
+		if got.exitCode != "0" || want.exitCode != "0" {
+			t.Errorf("%s: got exit code %s, and %s without sluice, want 0", c.name, got.exitCode, want.exitCode)
 		}
-	}
+		if differ := differences(got.files, want.files); len(differ) > 0 {
+			t.Errorf("%s: these files differ from those without sluice:\n%s", c.name, strings.Join(differ, "\n"))
+		}
+		if found != nil {
+			t.Errorf("%s: the image has %q", c.name, found)
+		}
+	})
 }
 
 // updateFiles are a company's CA and the packages.
