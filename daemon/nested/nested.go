@@ -531,7 +531,7 @@ var needed = map[int]string{
 func checkKernel() error {
 	err := unix.MountSetattr(-1, "", 0, &unix.MountAttr{})
 	if errors.Is(err, unix.ENOSYS) {
-		return errors.New("Linux is older than 5.12")
+		return errors.New("the kernel has no mount_setattr: it is older than Linux 5.12")
 	}
 	return nil
 }

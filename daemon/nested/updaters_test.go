@@ -37,7 +37,8 @@ func TestIsInstaller(t *testing.T) {
 func TestUpdaterNames(t *testing.T) {
 	t.Parallel()
 	for name, want := range map[string]bool{
-		"update-ca-certi": true, "update-ca-trust": true, "dpkg": true, "keytool": true, "dpk": false, "": false, "pip": false,
+		"update-ca-certi": true, "update-ca-trust": true, "dpkg": true, "keytool": true, "dpk": false, "": false,
+		"pip": false,
 	} {
 		if got := isUpdater(name); got != want {
 			t.Errorf("%q: got %t, want %t", name, got, want)

@@ -34,8 +34,8 @@ var updates = []change{
 	{name: "pip uninstall", script: pip + "uninstall -y certifi"},
 	{name: "python -m pip install", script: python + " -m pip install" + offline + "certifi==" + olderCertifi},
 	{name: "python -m venv", script: "python3 -m venv /new && /new/bin/pip install" + offline + "certifi"},
-	{name: "uv pip install", script: "/opt/venv/bin/uv --no-cache pip install --python " + python + offline + "certifi==" +
-		olderCertifi},
+	{name: "uv pip install", script: "/opt/venv/bin/uv --no-cache pip install --python " + python + offline +
+		"certifi==" + olderCertifi},
 }
 
 // The versions that integration/images.sh puts into bin/images/updates, older than those of the image.
