@@ -26,6 +26,12 @@
 // Programs such as rm and cp stop, too. They count as updaters if an argument leads to a store (editors.go). Else they
 // go on at once.
 //
+// # Parents that see the stop
+//
+// A shell with job control would report its command as stopped, and go on to the next one. So the jobs of such a shell
+// do not stop in a container that is known, and the daemon does its work while they run. Other parents stop themselves
+// when they see a stopped child. They are let go on (parents.go).
+//
 // # Processes that are no containers of a Docker
 //
 // The program knows the pod's own containers by their PID namespaces: those right below the daemon's, with a process in
@@ -37,7 +43,7 @@
 //
 // The program is in the kernel as long as the daemon has its descriptor: nothing stops any more when the daemon is
 // gone, however it ended. A daemon that ends handles all events before. A process that one has left stopped, because it
-// was killed, goes on some seconds after the next one has started: ResumeAll knows it by its state, stopped at the end
+// was killed, goes on some seconds after the next one has started: resumeAll knows it by its state, stopped at the end
 // of an exec for longer than a daemon that runs would take.
 package nested
 
@@ -107,6 +113,9 @@ type Engine struct {
 	slots  chan struct{}
 	looks  chan struct{}  // as slots, for editors
 	work   sync.WaitGroup // the looks that go on
+	// parents are those of processes that were stopped.
+	parents *parents
+	stopped throttle.Lines // about processes that stay stopped
 	// numbers is true if the kernel tells the number of the mount namespace of a process.
 	numbers bool
 
@@ -122,11 +131,13 @@ type Engine struct {
 
 // New makes an engine. Run does the work.
 func New(config Config) *Engine {
-	return &Engine{
+	e := &Engine{
 		config: config, slots: make(chan struct{}, maxAtOnce), looks: make(chan struct{}, maxLooks),
 		numbers: tellsNumbers(),
 		pods:    map[uint32]string{}, containers: map[uint64]*container{}, lines: map[string]*throttle.Lines{},
 	}
+	e.parents = newParents(config.Proc, e.letGo)
+	return e
 }
 
 // Run works until ctx ends. Then nothing is stopped any more.
@@ -149,6 +160,8 @@ func (e *Engine) Run(ctx context.Context) error {
 			e.mu.Unlock()
 			e.readers.Wait()
 			e.work.Wait()
+			defer time.AfterFunc(2*lastPause, e.parents.end).Stop() // no parent is left stopped, if it does so soon
+			e.parents.work.Wait()
 			return nil
 		}
 	}
@@ -162,12 +175,30 @@ func (e *Engine) watched() map[uint32]string {
 
 // resumeAll lets processes go on that this daemon or an earlier one has left behind.
 func (e *Engine) resumeAll(ctx context.Context) {
-	count, err := ResumeAll(ctx, e.config.Proc, deadline+time.Second)
+	count, err := resumeAll(ctx, e.config.Proc, deadline+time.Second, e.letGo)
 	if err != nil {
 		e.config.Log.Warn("processes that a daemon has stopped are not looked for", "err", err)
 	}
 	if count > 0 {
 		e.config.Log.Warn("processes that a daemon had stopped go on", "processes", count)
+	}
+}
+
+// letGo lets a stopped process go on, and its parent, if that has stopped itself because it has seen the stop.
+func (e *Engine) letGo(p *process) {
+	parent := e.parents.of(p)
+	if err := p.resume(); err != nil {
+		e.warnOfStopped(err)
+	}
+	if parent != nil {
+		e.parents.look(parent)
+	}
+}
+
+// warnOfStopped logs that a process cannot be let go on, unless there was such a line just now.
+func (e *Engine) warnOfStopped(err error) {
+	if count, due := e.stopped.Due("stopped"); due {
+		e.config.Log.Error("a process in a nested container may stay stopped", "err", err, "count", count)
 	}
 }
 
@@ -286,8 +317,13 @@ func (e *Engine) handle(w *watcher, ev event) {
 	defer p.close()
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
-	defer context.AfterFunc(ctx, p.resume)()
-	defer p.resume()
+	letGo := sync.OnceFunc(func() {
+		if ev.Flags&flagJob == 0 {
+			e.letGo(p)
+		}
+	})
+	defer context.AfterFunc(ctx, letGo)()
+	defer letGo()
 	e.mu.Lock()
 	pod, watched := e.pods[ev.Netns]
 	e.mu.Unlock()
@@ -321,7 +357,7 @@ func (e *Engine) handle(w *watcher, ev event) {
 	} else {
 		err = e.equip(ctx, w, c, p)
 	}
-	if err != nil {
+	if err != nil && !p.ended() {
 		e.warn(c.pod, c.name, err)
 	}
 	e.config.Changed(c.pod)

@@ -31,7 +31,12 @@ type event struct {
 	PID   uint32 // as this process sees it
 	Owner uint32 // the first process of the pod's container, as this process sees it
 	Name  [16]byte
+	Flags uint64
 }
+
+// flagJob is in the flags of an event if the process was not stopped: a shell with job control, such as an interactive
+// one, takes note of a stop of the jobs that it has started, and goes on to its next command.
+const flagJob = 1
 
 // The offsets of the fields of event.
 const (
@@ -41,7 +46,8 @@ const (
 	eventDev
 	eventPID
 	eventName
-	eventSize  = eventName + 16
+	eventFlags = eventName + 16
+	eventSize  = eventFlags + 8
 	eventNetns = eventDev + 4
 	eventOwner = eventPID + 4
 )
@@ -49,6 +55,8 @@ const (
 // fields are the offsets of the kernel's fields that the program reads.
 type fields struct {
 	nsproxy, fs, threadPID, start                  int16 // task_struct
+	signal, realParent                             int16 // task_struct
+	group, session                                 int16 // signal_struct
 	mountNS, pidNS, netNS                          int16 // nsproxy
 	pidInum, parent, level, reaper                 int16 // pid_namespace
 	netInum                                        int16 // net
@@ -69,6 +77,11 @@ func findFields(spec *btf.Spec) (f fields, err error) {
 	find(&f.fs, "task_struct", "fs")
 	find(&f.threadPID, "task_struct", "thread_pid")
 	find(&f.start, "task_struct", "start_boottime")
+	find(&f.signal, "task_struct", "signal")
+	find(&f.realParent, "task_struct", "real_parent")
+	find(&f.group, "signal_struct", "pids")
+	f.session = f.group + 3*8 // PIDTYPE_SID
+	f.group += 2 * 8          // PIDTYPE_PGID
 	find(&f.mountNS, "nsproxy", "mnt_ns")
 	find(&f.pidNS, "nsproxy", "pid_ns_for_children")
 	find(&f.netNS, "nsproxy", "net_ns")
@@ -170,6 +183,10 @@ const (
 //	record = reserve()
 //	if (!record) return                          // never stop a process that the daemon does not know of
 //	if (!verdict) known[mount namespace] = settled
+//	else if (job of a shell) {                   // in its parent's session, and in a process group of its own
+//		submit(record with flagJob)
+//		return
+//	}
 //	if (signal(SIGSTOP)) return                  // the task stops before its first instruction
 //	submit(record)
 //
@@ -330,16 +347,35 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 	add(asm.Ja.Label("discard"))
 
 	add(
-		asm.LoadMem(asm.R1, asm.RFP, stackFresh, asm.DWord).WithSymbol("signal"),
-		asm.JEq.Imm(asm.R1, 0, "send"),
+		asm.Mov.Imm(asm.R1, 0).WithSymbol("signal"),
+		asm.StoreMem(asm.R9, eventFlags, asm.R1, asm.DWord),
+		asm.LoadMem(asm.R1, asm.RFP, stackFresh, asm.DWord),
+		asm.JEq.Imm(asm.R1, 0, "job"),
 		asm.StoreImm(asm.RFP, stackVerdict, int64(knownSettled), asm.Word),
 	)
 	update(m.known, stackMount, stackVerdict)
 	add(
+		asm.Ja.Label("send"),
+		asm.LoadMem(asm.R1, asm.R6, f.realParent, asm.DWord).WithSymbol("job"),
+	)
+	load(asm.R1, asm.R1, f.signal)
+	load(asm.R2, asm.R6, f.signal)
+	load(asm.R3, asm.R1, f.session)
+	load(asm.R4, asm.R2, f.session)
+	add(asm.JNE.Reg(asm.R3, asm.R4, "send"))
+	load(asm.R3, asm.R1, f.group)
+	load(asm.R4, asm.R2, f.group)
+	add(
+		asm.JEq.Reg(asm.R3, asm.R4, "send"),
+		asm.Mov.Imm(asm.R1, flagJob),
+		asm.StoreMem(asm.R9, eventFlags, asm.R1, asm.DWord),
+		asm.Ja.Label("submit"),
+	)
+	add(
 		asm.Mov.Imm(asm.R1, int32(unix.SIGSTOP)).WithSymbol("send"),
 		asm.FnSendSignal.Call(),
 		asm.JNE.Imm(asm.R0, 0, "discard"),
-		asm.Mov.Reg(asm.R1, asm.R9),
+		asm.Mov.Reg(asm.R1, asm.R9).WithSymbol("submit"),
 		asm.Mov.Imm(asm.R2, 0),
 		asm.FnRingbufSubmit.Call(),
 		asm.Ja.Label("exit"),

@@ -55,7 +55,7 @@ func TestFirstExec(t *testing.T) {
 	if strings.Contains(p.output(), "\nwatched") {
 		t.Error("the program has run")
 	}
-	held.resume()
+	must(t, held.resume())
 	p.wantEnded(3)
 	wantNone(t, w)
 
@@ -82,7 +82,7 @@ func TestUpdaterStops(t *testing.T) {
 		must(t, w.settle(e.Mount, want.verdict))
 		held, err := openProcess("/proc", e.PID, e.Start)
 		must(t, err)
-		held.resume()
+		must(t, held.resume())
 		held.close()
 	}
 	p.wantEnded(1)
@@ -105,11 +105,12 @@ func TestResumeAll(t *testing.T) {
 	w.close()
 	ended, end := context.WithCancel(t.Context())
 	end()
-	if _, err := ResumeAll(ended, "/proc", time.Minute); err != nil || !held.isHeld() {
+	letGo := func(p *process) { must(t, p.resume()) }
+	if _, err := resumeAll(ended, "/proc", time.Minute, letGo); err != nil || !held.isHeld() {
 		t.Errorf("got %v, %t; want the process to stay stopped while a daemon may be about to let it go on", err,
 			held.isHeld())
 	}
-	count, err := ResumeAll(t.Context(), "/proc", time.Millisecond)
+	count, err := resumeAll(t.Context(), "/proc", time.Millisecond, letGo)
 	must(t, err)
 	if count == 0 { // there may be others on this machine
 		t.Error("no process went on")
