@@ -44,7 +44,7 @@
 // The program is in the kernel as long as the daemon has its descriptor: nothing stops any more when the daemon is
 // gone, however it ended. A daemon that ends handles all events before. A process that one has left stopped, because it
 // was killed, goes on some seconds after the next one has started: resumeAll knows it by its state, stopped at the end
-// of an exec for longer than a daemon that runs would take.
+// of an exec for longer than a daemon that runs would take. A daemon that runs looks again at intervals.
 package nested
 
 import (
@@ -105,6 +105,8 @@ const (
 	// refreshInterval is the time between looks at the addresses of containers: a Docker may connect them to more
 	// networks.
 	refreshInterval = 5 * time.Second
+	// resumeInterval is the time between looks for processes that stay stopped.
+	resumeInterval = 20 * time.Second
 )
 
 // Engine makes nested containers trust the CA.
@@ -116,6 +118,8 @@ type Engine struct {
 	// parents are those of processes that were stopped.
 	parents *parents
 	stopped throttle.Lines // about processes that stay stopped
+	// interval is the time between looks for processes that stay stopped, and patience how long they do.
+	interval, patience time.Duration
 	// numbers is true if the kernel tells the number of the mount namespace of a process.
 	numbers bool
 
@@ -126,7 +130,7 @@ type Engine struct {
 	problem    string   // the reason why not
 	containers map[uint64]*container
 	lines      map[string]*throttle.Lines // by the UID of the pod
-	readers    sync.WaitGroup
+	lasting    sync.WaitGroup             // the readers, and the looks for processes that stay stopped
 }
 
 // New makes an engine. Run does the work.
@@ -137,12 +141,13 @@ func New(config Config) *Engine {
 		pods:    map[uint32]string{}, containers: map[uint64]*container{}, lines: map[string]*throttle.Lines{},
 	}
 	e.parents = newParents(config.Proc, e.letGo)
+	e.interval, e.patience = resumeInterval, deadline+time.Second
 	return e
 }
 
 // Run works until ctx ends. Then nothing is stopped any more.
 func (e *Engine) Run(ctx context.Context) error {
-	e.work.Go(func() { e.resumeAll(ctx) })
+	e.lasting.Go(func() { e.resumeLeft(ctx) })
 	e.mu.Lock()
 	e.running = true
 	e.mu.Unlock()
@@ -158,7 +163,7 @@ func (e *Engine) Run(ctx context.Context) error {
 			e.running = false
 			e.stopLocked()
 			e.mu.Unlock()
-			e.readers.Wait()
+			e.lasting.Wait()
 			e.work.Wait()
 			defer time.AfterFunc(2*lastPause, e.parents.end).Stop() // no parent is left stopped, if it does so soon
 			e.parents.work.Wait()
@@ -173,26 +178,41 @@ func (e *Engine) watched() map[uint32]string {
 	return e.pods
 }
 
-// resumeAll lets processes go on that this daemon or an earlier one has left behind.
-func (e *Engine) resumeAll(ctx context.Context) {
-	count, err := resumeAll(ctx, e.config.Proc, deadline+time.Second, e.letGo)
-	if err != nil {
-		e.config.Log.Warn("processes that a daemon has stopped are not looked for", "err", err)
-	}
-	if count > 0 {
-		e.config.Log.Warn("processes that a daemon had stopped go on", "processes", count)
+// resumeLeft lets processes go on that this daemon or an earlier one has left behind, now and at intervals.
+func (e *Engine) resumeLeft(ctx context.Context) {
+	again := time.NewTicker(e.interval)
+	defer again.Stop()
+	for {
+		count, err := resumeAll(ctx, e.config.Proc, e.patience, e.letGo)
+		if err != nil {
+			if lines, due := e.stopped.Due("looked for"); due {
+				e.config.Log.Warn("not all processes that a daemon has stopped are looked for", "err", err, "count", lines)
+			}
+		}
+		if count > 0 {
+			e.config.Log.Warn("processes that a daemon had stopped go on", "processes", count)
+		}
+		for done := false; !done; done = len(e.watched()) > 0 {
+			select {
+			case <-again.C:
+			case <-ctx.Done():
+				return
+			}
+		}
 	}
 }
 
 // letGo lets a stopped process go on, and its parent, if that has stopped itself because it has seen the stop.
-func (e *Engine) letGo(p *process) {
-	parent := e.parents.of(p)
-	if err := p.resume(); err != nil {
-		e.warnOfStopped(err)
-	}
+func (e *Engine) letGo(p *process) bool {
+	parent, parentErr := e.parents.of(p)
+	err := p.resume()
 	if parent != nil {
 		e.parents.look(parent)
 	}
+	if joined := errors.Join(err, parentErr); joined != nil {
+		e.warnOfStopped(joined)
+	}
+	return err == nil
 }
 
 // warnOfStopped logs that a process cannot be let go on, unless there was such a line just now.
@@ -258,7 +278,7 @@ func (e *Engine) startLocked() bool {
 			"Linux is older than 6.11")
 	}
 	e.watcher, e.problem = w, ""
-	e.readers.Go(func() { e.read(w) })
+	e.lasting.Go(func() { e.read(w) })
 	return true
 }
 
@@ -302,7 +322,6 @@ func (e *Engine) read(w *watcher) {
 			return
 		default:
 			e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
-			e.work.Go(func() { e.resumeAll(context.Background()) }) // those whose events are not read any more
 			return
 		}
 	}
@@ -312,7 +331,10 @@ func (e *Engine) read(w *watcher) {
 func (e *Engine) handle(w *watcher, ev event) {
 	p, err := openProcess(e.config.Proc, ev.PID, ev.Start)
 	if err != nil {
-		return // it has ended
+		if !saysEnded(err) {
+			e.warnOfStopped(err)
+		}
+		return
 	}
 	defer p.close()
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)

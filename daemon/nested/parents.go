@@ -2,6 +2,7 @@ package nested
 
 import (
 	"context"
+	"fmt"
 	"path/filepath"
 	"slices"
 	"sync"
@@ -25,7 +26,7 @@ const (
 type parents struct {
 	proc string
 	// letGo lets one go on that has stopped itself.
-	letGo func(*process)
+	letGo func(*process) bool
 	work  sync.WaitGroup
 	// ended ends all looks.
 	ended context.Context //nolint:containedctx // it is that of many goroutines
@@ -41,27 +42,36 @@ type parent struct {
 	start  uint64
 }
 
-func newParents(proc string, letGo func(*process)) *parents {
+func newParents(proc string, letGo func(*process) bool) *parents {
 	ended, end := context.WithCancel(context.Background())
 	return &parents{proc: proc, letGo: letGo, ended: ended, end: end, looks: map[parent]chan struct{}{}}
 }
 
 // of opens the parent of a process, if that is in a PID namespace below the daemon's, as in a pod. Else it is nil.
-func (l *parents) of(child *process) *process {
+func (l *parents) of(child *process) (*process, error) {
+	p, err := l.open(child)
+	if saysEnded(err) {
+		return nil, nil //nolint:nilnil // it has ended
+	}
+	return p, err
+}
+
+func (l *parents) open(child *process) (*process, error) {
 	before, err := child.stat()
 	if err != nil {
-		return nil // it has ended
+		return nil, err
 	}
 	p, err := openProcess(l.proc, before.parent, 0)
 	if err != nil {
-		return nil // it has ended
+		return nil, fmt.Errorf("looking at the parent of a process that was stopped: %w", err)
 	}
 	// The number of a parent that has ended may be that of another process by now.
-	if now, err := child.stat(); err != nil || now.parent != before.parent || !p.isBelow(l.proc) {
+	now, err := child.stat()
+	if err != nil || now.parent != before.parent || !p.isBelow(l.proc) {
 		p.close()
-		return nil
+		return nil, err
 	}
-	return p
+	return p, nil
 }
 
 // look looks at a parent for about a second after a child has gone on. It closes the parent.

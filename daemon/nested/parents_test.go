@@ -110,7 +110,9 @@ func TestParentOutside(t *testing.T) {
 			}
 			if s, err := child.stat(); err == nil && int(s.parent) == p.cmd.Process.Pid {
 				found = true
-				if parent := l.of(child); parent != nil {
+				parent, err := l.of(child)
+				must(t, err)
+				if parent != nil {
 					t.Error("the parent of the pod's first process is in the pod")
 					parent.close()
 				}

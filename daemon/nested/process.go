@@ -24,6 +24,14 @@ type process struct {
 // tick is the unit of times in /proc/PID/stat (USER_HZ).
 const tick = time.Second / 100
 
+// errOther is the error about a process that has ended, and has left its PID to another one.
+var errOther = errors.New("another process has its PID by now")
+
+// saysEnded reports whether an error says that a process has ended.
+func saysEnded(err error) bool {
+	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESRCH) || errors.Is(err, errOther)
+}
+
 // openProcess opens a process. With a start, which is in nanoseconds since the boot, it fails for another process that
 // has the PID by now.
 func openProcess(proc string, pid uint32, start uint64) (*process, error) {
@@ -37,7 +45,7 @@ func openProcess(proc string, pid uint32, start uint64) (*process, error) {
 	}
 	now, err := p.stat()
 	if err == nil && now.start != start/uint64(tick) {
-		err = errors.New("another process has its PID by now")
+		err = errOther
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("opening process %d: %w", pid, err), dir.Close())
@@ -228,7 +236,17 @@ func (p *process) isHeld() bool {
 		return false
 	}
 	call, err := p.systemCall(".")
-	return err == nil && (call.number == unix.SYS_EXECVE || call.number == unix.SYS_EXECVEAT)
+	if err != nil {
+		return false
+	}
+	switch call.number {
+	case unix.SYS_EXECVE, unix.SYS_EXECVEAT:
+		return true
+	case 11, 358, 387: // of 32-bit programs on amd64 and arm64. An exec leaves no arguments, as munmap(2) does, which is 11
+		return call.arguments == [6]uint64{}
+	default:
+		return false
+	}
 }
 
 // systemCall is one in which a thread sleeps, or the last one of a thread that is stopped.
@@ -289,43 +307,45 @@ func pids(proc string) ([]uint32, error) {
 	return found, nil
 }
 
-// resumeAll lets the processes go on that stay stopped for as long as pause: those of a daemon that is gone. One that
-// runs lets its own go on before. It returns how many. Only those in other PID namespaces than the caller's are
+// resumeAll lets the processes go on that stay stopped for as long as pause: those of a daemon that is gone, and those
+// that this one could not let go on. It returns how many. Only those in other PID namespaces than the caller's are
 // touched.
-func resumeAll(ctx context.Context, proc string, pause time.Duration, letGo func(*process)) (count int, err error) {
+func resumeAll(ctx context.Context, proc string, pause time.Duration, letGo func(*process) bool) (count int, err error) {
 	held, err := heldProcesses(proc)
 	defer func() {
 		for _, p := range held {
 			p.close()
 		}
 	}()
-	if err != nil || len(held) == 0 {
+	if len(held) == 0 {
 		return 0, err
 	}
 	select {
 	case <-time.After(pause):
 	case <-ctx.Done():
-		return 0, nil // the next daemon looks for them
+		return 0, err // the next daemon looks for them
 	}
 	for _, p := range held {
-		if p.isHeld() {
-			letGo(p)
+		if p.isHeld() && letGo(p) {
 			count++
 		}
 	}
-	return count, nil
+	return count, err
 }
 
-// heldProcesses opens the processes that a daemon has stopped.
+// heldProcesses opens the processes that a daemon has stopped. With an error it may have missed some.
 func heldProcesses(proc string) (held []*process, err error) {
 	all, err := pids(proc)
 	if err != nil {
 		return nil, err
 	}
 	for _, pid := range all {
-		p, err := openProcess(proc, pid, 0)
-		if err != nil {
-			continue // it has ended
+		p, openErr := openProcess(proc, pid, 0)
+		if openErr != nil {
+			if !saysEnded(openErr) {
+				err = openErr // one stands for all
+			}
+			continue
 		}
 		if p.isHeld() && p.isBelow(proc) {
 			held = append(held, p)
@@ -333,5 +353,5 @@ func heldProcesses(proc string) (held []*process, err error) {
 			p.close()
 		}
 	}
-	return held, nil
+	return held, err
 }

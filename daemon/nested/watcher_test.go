@@ -1,9 +1,13 @@
 package nested
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"os"
+	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -105,7 +109,7 @@ func TestResumeAll(t *testing.T) {
 	w.close()
 	ended, end := context.WithCancel(t.Context())
 	end()
-	letGo := func(p *process) { must(t, p.resume()) }
+	letGo := func(p *process) bool { return p.resume() == nil }
 	if _, err := resumeAll(ended, "/proc", time.Minute, letGo); err != nil || !held.isHeld() {
 		t.Errorf("got %v, %t; want the process to stay stopped while a daemon may be about to let it go on", err,
 			held.isHeld())
@@ -117,4 +121,74 @@ func TestResumeAll(t *testing.T) {
 	}
 	p.run(`grep -q "(sleep) T" /proc/$!/stat`)
 	p.wantEnded(3)
+}
+
+// program32 is a 32-bit program for amd64 that executes a file without arguments.
+func program32(path string) []byte {
+	const base, header = 0x10000, 52 + 32 // of an ELF file, and of its only segment
+	code := []byte{
+		0xb8, 11, 0, 0, 0, // mov eax, execve
+		0xbb, 0, 0, 0, 0, // mov ebx, path
+		0xb9, 0, 0, 0, 0, // mov ecx, arguments
+		0x31, 0xd2, // xor edx, edx
+		0xcd, 0x80, // int 0x80
+	}
+	const pathAt = base + header + 19 + 8 // behind the code and the arguments, of which one is the path
+	binary.LittleEndian.PutUint32(code[6:], pathAt)
+	binary.LittleEndian.PutUint32(code[11:], base+header+19)
+	code = binary.LittleEndian.AppendUint64(code, pathAt)
+	code = append(append(code, path...), 0)
+	var file bytes.Buffer
+	file.WriteString("\x7fELF\x01\x01\x01" + strings.Repeat("\x00", 9))
+	size := uint32(header + len(code))
+	for _, part := range []any{
+		uint16(2), uint16(3), uint32(1), uint32(base + header), uint32(52), uint32(0), uint32(0), // an executable for 386
+		uint16(52), uint16(32), uint16(1), uint16(0), uint16(0), uint16(0),
+		uint32(1), uint32(0), uint32(base), uint32(base), size, size, uint32(5), uint32(0x1000),
+		code,
+	} {
+		_ = binary.Write(&file, binary.LittleEndian, part) // into memory
+	}
+	return file.Bytes()
+}
+
+// TestHeldBy32Bits: a process that a 32-bit program has become is known as one that stands at the end of an exec.
+func TestHeldBy32Bits(t *testing.T) {
+	if runtime.GOARCH != "amd64" {
+		t.Skip("the program is for amd64")
+	}
+	w, p := newTestWatcher(t), newPod(t)
+	must(t, os.WriteFile(filepath.Join(p.root, "program32"), program32("/bin/dpkg"), 0o755))
+	must(t, w.watch(p.netns))
+	p.start("exec /program32")
+	for _, name := range []string{"sh", "dpkg"} {
+		e, err := w.next()
+		must(t, err)
+		if !e.runs(name) {
+			t.Errorf("%s has stopped, want %s", e.Name, name)
+		}
+		held, err := openProcess("/proc", e.PID, e.Start)
+		must(t, err)
+		testbed.Eventually(t, "the process stops at its exec", held.isHeld)
+		must(t, held.resume())
+		held.close()
+	}
+	wantNone(t, w)
+}
+
+// TestResumeAgain: an engine that runs lets a process go on that stays stopped.
+func TestResumeAgain(t *testing.T) {
+	w, p := newTestWatcher(t), newPod(t)
+	e := newTestEngine(t)
+	e.interval, e.patience = 10*time.Millisecond, time.Millisecond
+	e.Watch(map[uint32]string{1: "uid"}) // another pod: this one is the test's
+	run(t, e.Engine)
+	must(t, w.watch(p.netns))
+	for i := range 2 {
+		p.start("echo on >>/out")
+		event, err := w.next()
+		must(t, err)
+		p.wantEnded(i + 1)
+		must(t, w.forget(event.Mount))
+	}
 }
