@@ -321,9 +321,27 @@ func (e *Engine) read(w *watcher) {
 		case errors.Is(err, ringbuf.ErrFlushed):
 			return
 		default:
-			e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
+			e.fail(w, err)
 			return
 		}
+	}
+}
+
+// fail gives up a watcher whose events cannot be read. The next Watch starts again.
+func (e *Engine) fail(w *watcher, err error) {
+	e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
+	e.mu.Lock()
+	var pods []string
+	if e.watcher == w {
+		e.watcher, e.problem = nil, err.Error()
+		e.containers = map[uint64]*container{}
+		for _, uid := range e.pods {
+			pods = append(pods, uid)
+		}
+	}
+	e.mu.Unlock()
+	for _, pod := range pods {
+		e.config.Changed(pod)
 	}
 }
 

@@ -188,3 +188,27 @@ func TestEnd(t *testing.T) {
 		t.Errorf("the stores have the CA %q times, want once while the engine runs", got)
 	}
 }
+
+// TestReaderFails: the status says so, and containers have the CA again after the next look at the pods.
+func TestReaderFails(t *testing.T) {
+	p := newPod(t)
+	e := newEngine(t, p)
+	e.mu.Lock()
+	err := e.watcher.reader.Close()
+	e.mu.Unlock()
+	must(t, err)
+	testbed.Eventually(t, "the status says so", func() bool {
+		_, problem := e.State("uid")
+		return problem != ""
+	})
+	e.Watch(map[uint32]string{p.netns: "uid"})
+	e.work.Wait()
+	if _, problem := e.State("uid"); problem != "" {
+		t.Errorf("got the problem %q, want none", problem)
+	}
+	p.start(countCA)
+	p.wantEnded(1)
+	if got := p.output(); got != "1\n" {
+		t.Errorf("the store has the CA %q times, want once", got)
+	}
+}
