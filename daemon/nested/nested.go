@@ -34,10 +34,10 @@
 //
 // # Processes that are no containers of a Docker
 //
-// The program knows the pod's own containers by their PID namespaces: those right below the daemon's, with a process in
-// the pod's netns. Their processes pass, and so do processes in mount namespaces with the root of that container, such
-// as those of unshare(1). The daemon looks again at each stopped process, and never mounts anything in the
-// mount namespaces of the node, of the daemon, or of the pod's own container.
+// The program knows the pod's own containers by their PID namespaces: those right below the daemon's, whose first
+// process is in the pod's netns. Processes in the mount namespace of that one, or with its root, pass, such as those of
+// unshare(1). The daemon looks again at each stopped process, and never mounts anything in the mount namespaces of the
+// node, of the daemon, or of the pod's own container.
 //
 // # The end of the daemon
 //
@@ -443,7 +443,7 @@ func (e *Engine) find(w *watcher, p *process, ev event, pod string) (*container,
 		return nil, err
 	}
 	if own {
-		return nil, w.passRoot(ev)
+		return nil, w.settle(ev.Mount, knownOwn)
 	}
 	if len(e.of(pod)) >= maxContainers {
 		return nil, fmt.Errorf("the pod has %d nested containers, and no more are looked at", maxContainers)

@@ -143,6 +143,26 @@ func TestRunning(t *testing.T) {
 	}
 }
 
+// TestRunningWithNetwork: an updater in a container with a network of its own is noticed, also if no program has started
+// in the pod's netns since the daemon has.
+func TestRunningWithNetwork(t *testing.T) {
+	p := newPod(t)
+	must(t, os.Remove(filepath.Join(p.root, "bin/dpkg")))
+	must(t, os.WriteFile(filepath.Join(p.root, "bin/dpkg"), []byte("#!/bin/sh\nbusybox mv /tmp/go /"+store+"\n"), 0o755))
+	p.start("echo up >/out; while [ ! -e /tmp/go ]; do sleep 0.1; done; dpkg; echo $? >/out", "--net")
+	testbed.Eventually(t, "the container runs", func() bool { return p.output() != "" })
+	e := newEngine(t, p)
+	testbed.Eventually(t, "the container is looked at", func() bool {
+		containers, _ := e.State("uid")
+		return len(containers) == 1
+	})
+	must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))
+	p.wantEnded(1)
+	if got := p.output(); got != "0\n" {
+		t.Errorf("the updater has ended with %q, want 0", got)
+	}
+}
+
 // TestRunningOnAnOlderKernel: a container that runs when the daemon starts is looked at when it starts a program.
 func TestRunningOnAnOlderKernel(t *testing.T) {
 	p := newPod(t)

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
 
@@ -66,6 +68,30 @@ func TestFirstExec(t *testing.T) {
 	must(t, w.unwatch(p.netns))
 	p.start("echo not watched any more >>/out")
 	p.wantEnded(4)
+	wantNone(t, w)
+}
+
+// TestFirstExecInPodsPIDs: a container in the PID namespace of the pod is none of the pod's own, also if the first
+// program that is seen in the pod is one of it.
+func TestFirstExecInPodsPIDs(t *testing.T) {
+	w, p := newTestWatcher(t), newPod(t)
+	fifo := filepath.Join(p.root, "tmp/fifo")
+	must(t, unix.Mkfifo(fifo, 0o600))
+	p.run("unshare --mount --root=$root /bin/sh -c 'read line </tmp/fifo; /bin/cat /out; exit 0'")
+	f, err := os.OpenFile(fifo, os.O_WRONLY, 0) // waits until the container runs
+	must(t, err)
+	must(t, w.watch(p.netns))
+	must(t, f.Close())
+	e, err := w.next()
+	must(t, err)
+	if !e.runs("cat") {
+		t.Errorf("%s has stopped, want cat", e.Name)
+	}
+	held, err := openProcess("/proc", e.PID, e.Start)
+	must(t, err)
+	defer held.close()
+	must(t, held.resume())
+	p.wantEnded(1)
 	wantNone(t, w)
 }
 
