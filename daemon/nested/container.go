@@ -64,6 +64,15 @@ func newContainer(p *process, mount uint64, netns uint32, pod string) (*containe
 	return c, nil
 }
 
+// inRoot returns a process if its root is that of the container, else the first one. Another root is a folder, such as
+// one in which a build makes a file system by chroot(1): nothing is to be mounted there.
+func (c *container) inRoot(p *process) *process {
+	if same, err := sameInode(p, c.first, "root"); err == nil && !same {
+		return c.first
+	}
+	return p
+}
+
 const (
 	// shownName is how much of a cgroup's name is shown, as of a Docker's ID.
 	shownName = 12

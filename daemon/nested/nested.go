@@ -26,6 +26,10 @@
 // Programs such as rm and cp stop, too. They count as updaters if an argument leads to a store (editors.go). Else they
 // go on at once.
 //
+// # A trust store appears
+//
+// An exec that comes two seconds or more after the last look at a container stops, and the daemon looks again.
+//
 // # Parents that see the stop
 //
 // A shell with job control would report its command as stopped, and go on to the next one. So the jobs of such a shell
@@ -381,7 +385,7 @@ func (e *Engine) handle(w *watcher, ev event) {
 	updates := slices.ContainsFunc(updaters, ev.runs)
 	if slices.ContainsFunc(editors, ev.runs) {
 		updates = e.isUpdate(ctx, c, p)
-		if !updates && c.settled.Load() {
+		if !updates && c.settled.Load() && ev.Flags&flagLook == 0 {
 			return // most of them: nothing has changed, and nothing is to be told
 		}
 	}
@@ -395,7 +399,7 @@ func (e *Engine) handle(w *watcher, ev event) {
 	if updates {
 		err = e.stepAside(w, c, p)
 	} else {
-		err = e.equip(ctx, w, c, p)
+		err = e.equip(ctx, w, c, c.inRoot(p))
 	}
 	if err != nil && !p.ended() {
 		e.warn(c.pod, c.name, err)

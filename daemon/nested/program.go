@@ -3,6 +3,7 @@ package nested
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -35,6 +36,12 @@ type event struct {
 // flagJob is in the flags of an event if the process was not stopped: a shell with job control, such as an interactive
 // one, takes note of a stop of the jobs that it has started, and goes on to its next command.
 const flagJob = 1
+
+// flagLook is in the flags of an event if the last look at the container was lookInterval ago.
+const flagLook = 2
+
+// lookInterval is the time after which an exec stops in a container that is known: stores may have appeared there.
+const lookInterval = 2 * time.Second
 
 // The offsets of the fields of event.
 const (
@@ -149,6 +156,8 @@ const (
 	stackNetns   = -32 // event.Netns, with 4 bytes behind it that are zero
 	stackFresh   = -40 // 1 if the mount namespace is new
 	stackVerdict = -44 // a value of the map known
+	stackNow     = -56 // a value of the map looked
+	stackFlags   = -64 // event.Flags, but for flagJob
 )
 
 // program is the program at the tracepoint sched_process_exec. In the words of C:
@@ -160,12 +169,13 @@ const (
 //	if (mount namespace == that of first) return // a process of the pod's own container
 //	verdict = known[mount namespace]
 //	if (verdict == own) return
-//	if (verdict == settled && !updaters[name]) return
+//	if (verdict == settled && looked[mount namespace] + interval > now && !updaters[name]) return
 //	if (!verdict && root == that of first) return // the pod's own container, too, as with unshare(1)
+//	if (verdict != aside && !updater) looked[mount namespace] = now
 //	record = reserve()
 //	if (!record) return                          // never stop a process that the daemon does not know of
 //	if (!verdict) known[mount namespace] = settled
-//	else if (job of a shell) {                   // in its parent's session, and in a process group of its own
+//	if (verdict && job of a shell) {                   // in its parent's session, and in a process group of its own
 //		submit(record with flagJob)
 //		return
 //	}
@@ -237,9 +247,12 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 		asm.StoreMem(asm.RFP, stackName, asm.R1, asm.DWord),
 		asm.StoreMem(asm.RFP, stackName+8, asm.R1, asm.DWord),
 		asm.StoreMem(asm.RFP, stackFresh, asm.R1, asm.DWord),
+		asm.StoreMem(asm.RFP, stackFlags, asm.R1, asm.DWord),
 		asm.Mov.Reg(asm.R1, asm.RFP), asm.Add.Imm(asm.R1, stackName),
 		asm.Mov.Imm(asm.R2, 16),
 		asm.FnGetCurrentComm.Call(),
+		asm.FnKtimeGetNs.Call(),
+		asm.StoreMem(asm.RFP, stackNow, asm.R0, asm.DWord),
 	)
 	lookup(m.known, stackMount)
 	add(
@@ -248,8 +261,23 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 		asm.JEq.Imm(asm.R1, int32(knownOwn), "exit"),
 		asm.JEq.Imm(asm.R1, int32(knownAside), "stop"),
 	)
+	lookup(m.looked, stackMount)
+	add(
+		asm.JEq.Imm(asm.R0, 0, "look"),
+		asm.LoadMem(asm.R1, asm.R0, 0, asm.DWord),
+		asm.LoadImm(asm.R2, int64(lookInterval), asm.DWord),
+		asm.Add.Reg(asm.R1, asm.R2),
+		asm.LoadMem(asm.R2, asm.RFP, stackNow, asm.DWord),
+		asm.JLE.Reg(asm.R1, asm.R2, "look"),
+	)
 	lookup(m.updaters, stackName)
 	add(asm.JEq.Imm(asm.R0, 0, "exit"), asm.Ja.Label("stop"))
+
+	add(
+		asm.Mov.Imm(asm.R1, flagLook).WithSymbol("look"),
+		asm.StoreMem(asm.RFP, stackFlags, asm.R1, asm.DWord),
+		asm.Ja.Label("looks"),
+	)
 
 	add(
 		asm.Mov.Imm(asm.R1, 1).WithSymbol("fresh"),
@@ -260,6 +288,9 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 	load(asm.R2, asm.R9, f.fs)
 	load(asm.R2, asm.R2, f.rootDentry)
 	add(asm.JEq.Reg(asm.R1, asm.R2, "exit"))
+
+	add(asm.Mov.Imm(asm.R0, 0).WithSymbol("looks"))
+	update(m.looked, stackMount, stackNow)
 
 	add(
 		asm.LoadMapPtr(asm.R1, m.events.FD()).WithSymbol("stop"),
@@ -299,7 +330,7 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 	add(asm.Ja.Label("discard"))
 
 	add(
-		asm.Mov.Imm(asm.R1, 0).WithSymbol("signal"),
+		asm.LoadMem(asm.R1, asm.RFP, stackFlags, asm.DWord).WithSymbol("signal"),
 		asm.StoreMem(asm.R9, eventFlags, asm.R1, asm.Word),
 		asm.LoadMem(asm.R1, asm.RFP, stackFresh, asm.DWord),
 		asm.JEq.Imm(asm.R1, 0, "job"),
@@ -319,7 +350,8 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 	load(asm.R4, asm.R2, f.group)
 	add(
 		asm.JEq.Reg(asm.R3, asm.R4, "send"),
-		asm.Mov.Imm(asm.R1, flagJob),
+		asm.LoadMem(asm.R1, asm.RFP, stackFlags, asm.DWord),
+		asm.Or.Imm(asm.R1, flagJob),
 		asm.StoreMem(asm.R9, eventFlags, asm.R1, asm.Word),
 		asm.Ja.Label("submit"),
 	)

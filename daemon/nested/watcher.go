@@ -27,6 +27,7 @@ var updaters = []string{
 type maps struct {
 	nets     *ebpf.Map // inodes of the netns of watched pods, as 8 bytes
 	known    *ebpf.Map // number of a mount namespace -> knownOwn, knownSettled or knownAside
+	looked   *ebpf.Map // number of a mount namespace -> the time of the last look, by CLOCK_MONOTONIC
 	updaters *ebpf.Map // names of programs: updaters and editors
 	events   *ebpf.Map
 	levels   int // of PID namespaces above a container that the program can count
@@ -104,6 +105,7 @@ func (w *watcher) makeMaps() error {
 	}{
 		{&w.maps.nets, ebpf.MapSpec{Type: ebpf.Hash, KeySize: 8, ValueSize: 4, MaxEntries: maxNets}},
 		{&w.maps.known, ebpf.MapSpec{Type: ebpf.LRUHash, KeySize: 8, ValueSize: 4, MaxEntries: maxKnown}},
+		{&w.maps.looked, ebpf.MapSpec{Type: ebpf.LRUHash, KeySize: 8, ValueSize: 8, MaxEntries: maxKnown}},
 		{&w.maps.updaters, ebpf.MapSpec{Type: ebpf.Hash, KeySize: 16, ValueSize: 4, MaxEntries: 64}},
 		{&w.maps.events, ebpf.MapSpec{Type: ebpf.RingBuf, MaxEntries: eventsBytes}},
 	} {
@@ -211,7 +213,7 @@ func (w *watcher) close() {
 		_ = w.program.Close()
 	}
 	for _, m := range []*ebpf.Map{
-		w.maps.nets, w.maps.known, w.maps.updaters, w.maps.events,
+		w.maps.nets, w.maps.known, w.maps.looked, w.maps.updaters, w.maps.events,
 	} {
 		if m != nil {
 			_ = m.Close()
