@@ -67,7 +67,7 @@ func (l *parents) open(child *process) (*process, error) {
 	}
 	// The number of a parent that has ended may be that of another process by now.
 	now, err := child.stat()
-	if err != nil || now.parent != before.parent || !p.isBelow(l.proc) {
+	if err != nil || now.parent != before.parent || !p.isBelow() {
 		p.close()
 		return nil, err
 	}

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -276,15 +277,14 @@ func (p *process) systemCall(thread string) (c systemCall, err error) {
 	return c, nil
 }
 
+// ownPIDs is the inode of the daemon's PID namespace.
+var ownPIDs = sync.OnceValues(func() (uint32, error) { return inodeOf("/proc/self/ns/pid") })
+
 // isBelow reports whether the process is in a PID namespace below the daemon's. /proc shows no others but the daemon's.
-func (p *process) isBelow(proc string) bool {
-	self, err := openProcess(proc, uint32(os.Getpid()), 0)
-	if err != nil {
-		return false
-	}
-	defer self.close()
-	same, err := sameInode(p, self, "ns/pid")
-	return err == nil && !same
+func (p *process) isBelow() bool {
+	own, ownErr := ownPIDs()
+	_, inode, err := p.inode("ns/pid")
+	return ownErr == nil && err == nil && inode != uint64(own)
 }
 
 // pids lists the processes in a /proc.
@@ -347,7 +347,7 @@ func heldProcesses(proc string) (held []*process, err error) {
 			}
 			continue
 		}
-		if p.isHeld() && p.isBelow(proc) {
+		if p.isHeld() && p.isBelow() {
 			held = append(held, p)
 		} else {
 			p.close()

@@ -175,7 +175,7 @@ const (
 //	record = reserve()
 //	if (!record) return                          // never stop a process that the daemon does not know of
 //	if (!verdict) known[mount namespace] = settled
-//	if (verdict && job of a shell) {                   // in its parent's session, and in a process group of its own
+//	if (verdict && job of a shell) {             // in its parent's session, and in a process group of its own
 //		submit(record with flagJob)
 //		return
 //	}
