@@ -70,3 +70,29 @@ func TestLookFromOtherRoot(t *testing.T) {
 		t.Errorf("the store in the folder has the CA %q times, want 0", got)
 	}
 }
+
+// TestLookWithoutChange: looks that find nothing new are not told to others.
+func TestLookWithoutChange(t *testing.T) {
+	p := newPod(t)
+	e := newEngine(t, p)
+	p.start("echo up >/out; while [ ! -e /tmp/go ]; do /bin/sleep 0.1; done")
+	testbed.Eventually(t, "the container runs", func() bool { return p.output() == "up\n" })
+	before := e.changes.Load()
+	c := e.of("uid")[0]
+	looks := func() uint64 {
+		var at uint64
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		must(t, e.watcher.maps.looked.Lookup(c.mount, &at))
+		return at
+	}
+	first := looks()
+	testbed.Eventually(t, "the container is looked at again, twice", func() bool {
+		return looks() > first+2*uint64(lookInterval)
+	})
+	if got := e.changes.Load(); got != before {
+		t.Errorf("the state may have changed %d times, want none", got-before)
+	}
+	must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))
+	p.wantEnded(1)
+}

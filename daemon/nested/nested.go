@@ -396,6 +396,7 @@ func (e *Engine) handle(w *watcher, ev event) {
 		c.set(truststore.Unknown, "too many containers start at the same time")
 		return
 	}
+	before := c.state()
 	if updates {
 		err = e.stepAside(w, c, p)
 	} else {
@@ -403,6 +404,10 @@ func (e *Engine) handle(w *watcher, ev event) {
 	}
 	if err != nil && !p.ended() {
 		e.warn(c.pod, c.name, err)
+	}
+	now := c.state()
+	if ev.Flags&flagLook != 0 && !updates && now.State == before.State && now.Note == before.Note {
+		return // as most looks end
 	}
 	e.config.Changed(c.pod)
 	e.config.Tell()
