@@ -169,8 +169,7 @@ func (e *Engine) Run(ctx context.Context) error {
 			e.mu.Unlock()
 			e.lasting.Wait()
 			e.work.Wait()
-			defer time.AfterFunc(2*lastPause, e.parents.end).Stop() // no parent is left stopped, if it does so soon
-			e.parents.work.Wait()
+			e.parents.finish()
 			return nil
 		}
 	}
@@ -190,7 +189,8 @@ func (e *Engine) resumeLeft(ctx context.Context) {
 		count, err := resumeAll(ctx, e.config.Proc, e.patience, e.letGo)
 		if err != nil {
 			if lines, due := e.stopped.Due("looked for"); due {
-				e.config.Log.Warn("not all processes that a daemon has stopped are looked for", "err", err, "count", lines)
+				e.config.Log.Warn("not all processes that a daemon has stopped are looked for", "err", err,
+					"count", lines)
 			}
 		}
 		if count > 0 {

@@ -143,12 +143,12 @@ func TestRunning(t *testing.T) {
 	}
 }
 
-// TestRunningWithNetwork: an updater in a container with a network of its own is noticed, also if no program has started
-// in the pod's netns since the daemon has.
+// TestRunningWithNetwork: an updater in a container with a network of its own is noticed, also if no program has
+// started in the pod's netns since the daemon has.
 func TestRunningWithNetwork(t *testing.T) {
 	p := newPod(t)
 	must(t, os.Remove(filepath.Join(p.root, "bin/dpkg")))
-	must(t, os.WriteFile(filepath.Join(p.root, "bin/dpkg"), []byte("#!/bin/sh\nbusybox mv /tmp/go /"+store+"\n"), 0o755))
+	p.addScript("bin/dpkg", "#!/bin/sh\nbusybox mv /tmp/go /"+store+"\n")
 	p.start("echo up >/out; while [ ! -e /tmp/go ]; do sleep 0.1; done; dpkg; echo $? >/out", "--net")
 	testbed.Eventually(t, "the container runs", func() bool { return p.output() != "" })
 	e := newEngine(t, p)

@@ -1,7 +1,6 @@
 package nested
 
 import (
-	"context"
 	"fmt"
 	"path/filepath"
 	"slices"
@@ -28,9 +27,7 @@ type parents struct {
 	// letGo lets one go on that has stopped itself.
 	letGo func(*process) bool
 	work  sync.WaitGroup
-	// ended ends all looks.
-	ended context.Context //nolint:containedctx // it is that of many goroutines
-	end   context.CancelFunc
+	ended chan struct{} // closed to end all looks
 
 	mu    sync.Mutex // guards looks; no lock is taken under it
 	looks map[parent]chan struct{}
@@ -43,8 +40,23 @@ type parent struct {
 }
 
 func newParents(proc string, letGo func(*process) bool) *parents {
-	ended, end := context.WithCancel(context.Background())
-	return &parents{proc: proc, letGo: letGo, ended: ended, end: end, looks: map[parent]chan struct{}{}}
+	return &parents{proc: proc, letGo: letGo, ended: make(chan struct{}), looks: map[parent]chan struct{}{}}
+}
+
+// finish waits for the looks that go on: no parent is left stopped that stops itself soon.
+func (l *parents) finish() {
+	end := time.AfterFunc(2*lastPause, func() { close(l.ended) })
+	l.work.Wait()
+	end.Stop()
+}
+
+func (l *parents) isEnded() bool {
+	select {
+	case <-l.ended:
+		return true
+	default:
+		return false
+	}
 }
 
 // of opens the parent of a process, if that is in a PID namespace below the daemon's, as in a pod. Else it is nil.
@@ -91,7 +103,7 @@ func (l *parents) look(p *process) {
 		case again <- struct{}{}:
 		default:
 		}
-	case len(l.looks) < maxParents && l.ended.Err() == nil:
+	case len(l.looks) < maxParents && !l.isEnded():
 		again = make(chan struct{}, 1)
 		l.looks[key] = again
 		l.work.Go(func() { l.run(p, key, again) })
@@ -105,7 +117,7 @@ func (l *parents) run(p *process, key parent, again chan struct{}) {
 	for done := false; !done; {
 		l.await(p, again)
 		l.mu.Lock()
-		if len(again) == 0 || l.ended.Err() != nil {
+		if len(again) == 0 || l.isEnded() {
 			delete(l.looks, key)
 			done = true
 		}
@@ -121,7 +133,7 @@ func (l *parents) await(p *process, again <-chan struct{}) {
 		case <-again:
 			pause = firstPause / 2
 			continue
-		case <-l.ended.Done():
+		case <-l.ended:
 			return
 		}
 		if p.ended() || p.isWaiting() {
@@ -133,7 +145,7 @@ func (l *parents) await(p *process, again <-chan struct{}) {
 	}
 }
 
-// isWaiting reports whether the process sleeps in a wait for a child: it would not, had it seen a child that is stopped.
+// isWaiting reports whether the process sleeps in a wait for a child: it would not, had it seen a stop.
 func (p *process) isWaiting() bool {
 	call, err := p.systemCall(".")
 	return err == nil && (call.number == unix.SYS_WAIT4 || call.number == unix.SYS_WAITID)

@@ -124,7 +124,8 @@ func TestParentOutside(t *testing.T) {
 }
 
 // TestJobs: a job of a shell with job control does not stop, because that shell would take it for one that its user has
-// stopped. The programs that a job starts stop, and so does a program with a session of its own, such as the dpkg of apt.
+// stopped. The programs that a job starts stop, and so does a program with a session of its own, such as the dpkg that
+// apt starts.
 func TestJobs(t *testing.T) {
 	w, p := newTestWatcher(t), newPod(t)
 	p.addSystem()

@@ -243,7 +243,7 @@ func (p *process) isHeld() bool {
 	switch call.number {
 	case unix.SYS_EXECVE, unix.SYS_EXECVEAT:
 		return true
-	case 11, 358, 387: // of 32-bit programs on amd64 and arm64. An exec leaves no arguments, as munmap(2) does, which is 11
+	case 11, 358, 387: // of 32-bit programs on amd64 and arm64. 11 is munmap(2), too, but an exec leaves no arguments
 		return call.arguments == [6]uint64{}
 	default:
 		return false
@@ -310,7 +310,9 @@ func pids(proc string) ([]uint32, error) {
 // resumeAll lets the processes go on that stay stopped for as long as pause: those of a daemon that is gone, and those
 // that this one could not let go on. It returns how many. Only those in other PID namespaces than the caller's are
 // touched.
-func resumeAll(ctx context.Context, proc string, pause time.Duration, letGo func(*process) bool) (count int, err error) {
+func resumeAll(
+	ctx context.Context, proc string, pause time.Duration, letGo func(*process) bool,
+) (count int, err error) {
 	held, err := heldProcesses(proc)
 	defer func() {
 		for _, p := range held {

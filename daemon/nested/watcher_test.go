@@ -168,7 +168,7 @@ func program32(path string) []byte {
 	file.WriteString("\x7fELF\x01\x01\x01" + strings.Repeat("\x00", 9))
 	size := uint32(header + len(code))
 	for _, part := range []any{
-		uint16(2), uint16(3), uint32(1), uint32(base + header), uint32(52), uint32(0), uint32(0), // an executable for 386
+		uint16(2), uint16(3), uint32(1), uint32(base + header), uint32(52), uint32(0), uint32(0), // an executable
 		uint16(52), uint16(32), uint16(1), uint16(0), uint16(0), uint16(0),
 		uint32(1), uint32(0), uint32(base), uint32(base), size, size, uint32(5), uint32(0x1000),
 		code,
