@@ -3,6 +3,7 @@ package nested
 import (
 	"errors"
 	"os"
+	"os/exec"
 	"sync"
 	"testing"
 )
@@ -41,5 +42,22 @@ func TestClose(t *testing.T) {
 	running.Wait()
 	if !p.ended() {
 		t.Error("a closed process counts as one that runs")
+	}
+}
+
+// TestEnded: a process that has ended has no links and no arguments, and that is an error.
+func TestEnded(t *testing.T) {
+	cmd := exec.Command("sleep", "1000")
+	must(t, cmd.Start())
+	p, err := openProcess("/proc", uint32(cmd.Process.Pid), 0)
+	must(t, err)
+	defer p.close()
+	must(t, cmd.Process.Kill())
+	_ = cmd.Wait() // killed
+	if touches, err := p.touches([]string{"/" + store}); err == nil || touches {
+		t.Errorf("got %t, %v, want an error", touches, err)
+	}
+	if text, err := p.link("cwd"); err == nil || text != "" {
+		t.Errorf("got %q, %v, want an error", text, err)
 	}
 }
