@@ -4,6 +4,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -175,5 +176,22 @@ func TestUpdaterAsJob(t *testing.T) {
 	must(t, err)
 	if string(data) != "new\n" {
 		t.Errorf("got the store %q, want the updater's", data)
+	}
+}
+
+// TestInteractiveShell: a shell at a terminal sees no stop of its commands, which would end them for it with the status
+// 147.
+func TestInteractiveShell(t *testing.T) {
+	p := newPod(t)
+	p.addSystem()
+	p.addScript("shell", "/bin/rm -f /tmp/none; echo status $?\n/bin/cp /out /tmp/copy; echo status $?\n"+
+		"echo text | /bin/tee /tmp/copy >/tmp/other; echo status $?\n")
+	newEngine(t, p)
+	p.run("mkdir $root/dev && mount --rbind /dev $root/dev")
+	p.start("for i in 1 2 3 4 5; do /usr/bin/script -qec \"/usr/bin/bash --norc -i /shell\" /tmp/log >>/out; done")
+	p.wantEnded(3)
+	want := strings.Repeat("status 0\n", 15)
+	if got := strings.ReplaceAll(p.output(), "\r", ""); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
 }
