@@ -29,12 +29,13 @@ type container struct {
 	name       string
 	first      *process
 	podNetwork bool
-	lateStart  bool // it ran when it was found
+	lateStart  bool // it ran when it was found, and was not given the CA yet
 	// settled is true if its stores have been looked at since it started, or since an updater ran.
 	settled atomic.Bool
 
-	working sync.Mutex // held by the one that changes mounts; guards the next field
+	working sync.Mutex // held by the one that changes mounts; guards the next fields
 	busy    []*process // updaters that run
+	late    bool       // it was given the CA while it ran
 
 	mu        sync.Mutex // guards the fields below
 	trust     truststore.State
@@ -62,6 +63,15 @@ func newContainer(p *process, mount uint64, netns uint32, pod string) (*containe
 	c.podNetwork = inode == uint64(netns)
 	c.refresh()
 	return c, nil
+}
+
+// inRoot returns a process if its root is that of the container, else the first one. Another root is a folder, such as
+// one in which a build makes a file system by chroot(1): nothing is to be mounted there.
+func (c *container) inRoot(p *process) *process {
+	if same, err := sameInode(p, c.first, "root"); err == nil && !same {
+		return c.first
+	}
+	return p
 }
 
 const (
@@ -184,7 +194,7 @@ func (c *container) hasUpdater() bool {
 // judge derives the state from a report.
 func (c *container) judge(report truststore.Report) {
 	bound := slices.ContainsFunc(report.Stores, func(s truststore.Store) bool { return s.Action == truststore.Bound })
-	late := c.lateStart && bound
+	c.late = c.late || c.lateStart && bound
 	c.lateStart = false
 	state, note := report.State, trust.NoteOf(report)
 	switch {
@@ -192,7 +202,7 @@ func (c *container) judge(report truststore.Report) {
 		note = report.Error
 	case len(report.Stores) == 0:
 		note = "it has no trust store"
-	case late:
+	case c.late:
 		state, note = truststore.Unknown, "given the CA while it ran: its programs may have read their stores before"
 	}
 	c.set(state, note)

@@ -137,13 +137,15 @@ func (p *process) workingFolder() (string, error) {
 
 // link is the text of a link of the process.
 func (p *process) link(name string) (string, error) {
-	text := make([]byte, unix.PathMax)
-	length := 0
-	err := p.use(func(dir int) (err error) {
-		if length, err = unix.Readlinkat(dir, name, text); err != nil {
+	var text string
+	err := p.use(func(dir int) error {
+		buffer := make([]byte, unix.PathMax)
+		length, err := unix.Readlinkat(dir, name, buffer)
+		if err != nil { // the length is -1 then
 			return &os.PathError{Op: "readlink", Path: p.dir.Name() + "/" + name, Err: err}
 		}
+		text = string(buffer[:length])
 		return nil
 	})
-	return string(text[:length]), err
+	return text, err
 }

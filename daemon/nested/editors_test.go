@@ -66,7 +66,7 @@ func TestTouchesStore(t *testing.T) {
 				t.Errorf("%s in %s, with %s: got %t, want %t", e.Name, c.cwd, c.arguments, touches, c.want)
 			}
 		}
-		held.resume()
+		must(t, held.resume())
 		held.close()
 	}
 	p.wantEnded(3)

@@ -136,12 +136,7 @@ func newEngine(t *testing.T, p *pod) *node {
 // newEngineWith starts one that can, or cannot, ask the kernel for the numbers of mount namespaces.
 func newEngineWith(t *testing.T, p *pod, numbers bool) *node {
 	t.Helper()
-	n := &node{ca: filepath.Join(t.TempDir(), "ca.pem")}
-	must(t, os.WriteFile(n.ca, pki.NewCA("the proxy").Cert, 0o600))
-	n.Engine = New(Config{
-		CAFile: n.ca, Proc: "/proc", Changed: func(string) { n.changes.Add(1) }, Tell: func() {},
-		Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
-	})
+	n := newTestEngine(t)
 	n.numbers = numbers
 	n.Watch(map[uint32]string{p.netns: "uid"})
 	n.stop = run(t, n.Engine)
@@ -154,5 +149,17 @@ func newEngineWith(t *testing.T, p *pod, numbers bool) *node {
 		return n.watcher != nil
 	})
 	n.work.Wait()
+	return n
+}
+
+// newTestEngine makes an engine that does not run.
+func newTestEngine(t *testing.T) *node {
+	t.Helper()
+	n := &node{ca: filepath.Join(t.TempDir(), "ca.pem")}
+	must(t, os.WriteFile(n.ca, pki.NewCA("the proxy").Cert, 0o600))
+	n.Engine = New(Config{
+		CAFile: n.ca, Proc: "/proc", Changed: func(string) { n.changes.Add(1) }, Tell: func() {},
+		Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
+	})
 	return n
 }

@@ -26,19 +26,29 @@
 // Programs such as rm and cp stop, too. They count as updaters if an argument leads to a store (editors.go). Else they
 // go on at once.
 //
+// # A trust store appears
+//
+// An exec that comes two seconds or more after the last look at a container stops, and the daemon looks again.
+//
+// # Parents that see the stop
+//
+// A shell with job control would report its command as stopped, and go on to the next one. So the jobs of such a shell
+// do not stop in a container that is known, and the daemon does its work while they run. Other parents stop themselves
+// when they see a stopped child. They are let go on (parents.go).
+//
 // # Processes that are no containers of a Docker
 //
-// The program knows the pod's own containers by their PID namespaces: those right below the daemon's, with a process in
-// the pod's netns. Their processes pass, and so do processes in mount namespaces with the root of that container, such
-// as those of unshare(1). The daemon looks again at each stopped process, and never mounts anything in the
-// mount namespaces of the node, of the daemon, or of the pod's own container.
+// The program knows the pod's own containers by their PID namespaces: those right below the daemon's, whose first
+// process is in the pod's netns. Processes in the mount namespace of that one, or with its root, pass, such as those of
+// unshare(1). The daemon looks again at each stopped process, and never mounts anything in the mount namespaces of the
+// node, of the daemon, or of the pod's own container.
 //
 // # The end of the daemon
 //
 // The program is in the kernel as long as the daemon has its descriptor: nothing stops any more when the daemon is
 // gone, however it ended. A daemon that ends handles all events before. A process that one has left stopped, because it
-// was killed, goes on some seconds after the next one has started: ResumeAll knows it by its state, stopped at the end
-// of an exec for longer than a daemon that runs would take.
+// was killed, goes on some seconds after the next one has started: resumeAll knows it by its state, stopped at the end
+// of an exec for longer than a daemon that runs would take. A daemon that runs looks again at intervals.
 package nested
 
 import (
@@ -99,6 +109,8 @@ const (
 	// refreshInterval is the time between looks at the addresses of containers: a Docker may connect them to more
 	// networks.
 	refreshInterval = 5 * time.Second
+	// resumeInterval is the time between looks for processes that stay stopped.
+	resumeInterval = 20 * time.Second
 )
 
 // Engine makes nested containers trust the CA.
@@ -107,6 +119,11 @@ type Engine struct {
 	slots  chan struct{}
 	looks  chan struct{}  // as slots, for editors
 	work   sync.WaitGroup // the looks that go on
+	// parents are those of processes that were stopped.
+	parents *parents
+	stopped throttle.Lines // about processes that stay stopped
+	// interval is the time between looks for processes that stay stopped, and patience how long they do.
+	interval, patience time.Duration
 	// numbers is true if the kernel tells the number of the mount namespace of a process.
 	numbers bool
 
@@ -117,21 +134,24 @@ type Engine struct {
 	problem    string   // the reason why not
 	containers map[uint64]*container
 	lines      map[string]*throttle.Lines // by the UID of the pod
-	readers    sync.WaitGroup
+	lasting    sync.WaitGroup             // the readers, and the looks for processes that stay stopped
 }
 
 // New makes an engine. Run does the work.
 func New(config Config) *Engine {
-	return &Engine{
+	e := &Engine{
 		config: config, slots: make(chan struct{}, maxAtOnce), looks: make(chan struct{}, maxLooks),
 		numbers: tellsNumbers(),
 		pods:    map[uint32]string{}, containers: map[uint64]*container{}, lines: map[string]*throttle.Lines{},
 	}
+	e.parents = newParents(config.Proc, e.letGo)
+	e.interval, e.patience = resumeInterval, deadline+time.Second
+	return e
 }
 
 // Run works until ctx ends. Then nothing is stopped any more.
 func (e *Engine) Run(ctx context.Context) error {
-	e.work.Go(func() { e.resumeAll(ctx) })
+	e.lasting.Go(func() { e.resumeLeft(ctx) })
 	e.mu.Lock()
 	e.running = true
 	e.mu.Unlock()
@@ -147,8 +167,9 @@ func (e *Engine) Run(ctx context.Context) error {
 			e.running = false
 			e.stopLocked()
 			e.mu.Unlock()
-			e.readers.Wait()
+			e.lasting.Wait()
 			e.work.Wait()
+			e.parents.finish()
 			return nil
 		}
 	}
@@ -160,14 +181,48 @@ func (e *Engine) watched() map[uint32]string {
 	return e.pods
 }
 
-// resumeAll lets processes go on that this daemon or an earlier one has left behind.
-func (e *Engine) resumeAll(ctx context.Context) {
-	count, err := ResumeAll(ctx, e.config.Proc, deadline+time.Second)
-	if err != nil {
-		e.config.Log.Warn("processes that a daemon has stopped are not looked for", "err", err)
+// resumeLeft lets processes go on that this daemon or an earlier one has left behind, now and at intervals.
+func (e *Engine) resumeLeft(ctx context.Context) {
+	again := time.NewTicker(e.interval)
+	defer again.Stop()
+	for {
+		count, err := resumeAll(ctx, e.config.Proc, e.patience, e.letGo)
+		if err != nil {
+			if lines, due := e.stopped.Due("looked for"); due {
+				e.config.Log.Warn("not all processes that a daemon has stopped are looked for", "err", err,
+					"count", lines)
+			}
+		}
+		if count > 0 {
+			e.config.Log.Warn("processes that a daemon had stopped go on", "processes", count)
+		}
+		for done := false; !done; done = len(e.watched()) > 0 {
+			select {
+			case <-again.C:
+			case <-ctx.Done():
+				return
+			}
+		}
 	}
-	if count > 0 {
-		e.config.Log.Warn("processes that a daemon had stopped go on", "processes", count)
+}
+
+// letGo lets a stopped process go on, and its parent, if that has stopped itself because it has seen the stop.
+func (e *Engine) letGo(p *process) bool {
+	parent, parentErr := e.parents.of(p)
+	err := p.resume()
+	if parent != nil {
+		e.parents.look(parent)
+	}
+	if joined := errors.Join(err, parentErr); joined != nil {
+		e.warnOfStopped(joined)
+	}
+	return err == nil
+}
+
+// warnOfStopped logs that a process cannot be let go on, unless there was such a line just now.
+func (e *Engine) warnOfStopped(err error) {
+	if count, due := e.stopped.Due("stopped"); due {
+		e.config.Log.Error("a process in a nested container may stay stopped", "err", err, "count", count)
 	}
 }
 
@@ -230,7 +285,7 @@ func (e *Engine) startLocked() bool {
 			"Linux is older than 6.11")
 	}
 	e.watcher, e.problem = w, ""
-	e.readers.Go(func() { e.read(w) })
+	e.lasting.Go(func() { e.read(w) })
 	return true
 }
 
@@ -273,10 +328,27 @@ func (e *Engine) read(w *watcher) {
 		case errors.Is(err, ringbuf.ErrFlushed):
 			return
 		default:
-			e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
-			e.work.Go(func() { e.resumeAll(context.Background()) }) // those whose events are not read any more
+			e.fail(w, err)
 			return
 		}
+	}
+}
+
+// fail gives up a watcher whose events cannot be read. The next Watch starts again.
+func (e *Engine) fail(w *watcher, err error) {
+	e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
+	e.mu.Lock()
+	var pods []string
+	if e.watcher == w {
+		e.watcher, e.problem = nil, err.Error()
+		e.containers = map[uint64]*container{}
+		for _, uid := range e.pods {
+			pods = append(pods, uid)
+		}
+	}
+	e.mu.Unlock()
+	for _, pod := range pods {
+		e.config.Changed(pod)
 	}
 }
 
@@ -284,13 +356,21 @@ func (e *Engine) read(w *watcher) {
 func (e *Engine) handle(w *watcher, ev event) {
 	p, err := openProcess(e.config.Proc, ev.PID, ev.Start)
 	if err != nil {
-		return // it has ended
+		if !saysEnded(err) {
+			e.warnOfStopped(err)
+		}
+		return
 	}
 	defer p.close()
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
-	defer context.AfterFunc(ctx, p.resume)()
-	defer p.resume()
+	letGo := sync.OnceFunc(func() {
+		if ev.Flags&flagJob == 0 {
+			e.letGo(p)
+		}
+	})
+	defer context.AfterFunc(ctx, letGo)()
+	defer letGo()
 	e.mu.Lock()
 	pod, watched := e.pods[ev.Netns]
 	e.mu.Unlock()
@@ -307,7 +387,7 @@ func (e *Engine) handle(w *watcher, ev event) {
 	}
 	name := ev.name()
 	updates := isUpdater(name) || e.isUpdate(ctx, c, p, name)
-	if !updates && c.settled.Load() {
+	if !updates && c.settled.Load() && ev.Flags&flagLook == 0 {
 		return // most of them: nothing has changed, and nothing is to be told
 	}
 	select {
@@ -317,13 +397,18 @@ func (e *Engine) handle(w *watcher, ev event) {
 		c.set(truststore.Unknown, "too many containers start at the same time")
 		return
 	}
+	before := c.state()
 	if updates {
 		err = e.stepAside(w, c, p)
 	} else {
-		err = e.equip(ctx, w, c, p)
+		err = e.equip(ctx, w, c, c.inRoot(p))
 	}
-	if err != nil {
+	if err != nil && !p.ended() {
 		e.warn(c.pod, c.name, err)
+	}
+	now := c.state()
+	if ev.Flags&flagLook != 0 && !updates && now.State == before.State && now.Note == before.Note {
+		return // as most looks end
 	}
 	e.config.Changed(c.pod)
 	e.config.Tell()
@@ -366,7 +451,7 @@ func (e *Engine) find(w *watcher, p *process, ev event, pod string) (*container,
 		return nil, err
 	}
 	if own {
-		return nil, w.passRoot(ev)
+		return nil, w.settle(ev.Mount, knownOwn)
 	}
 	if len(e.of(pod)) >= maxContainers {
 		return nil, fmt.Errorf("the pod has %d nested containers, and no more are looked at", maxContainers)

@@ -136,10 +136,35 @@ func TestRunning(t *testing.T) {
 		containers, _ := e.State("uid")
 		return len(containers) == 1 && strings.Contains(containers[0].Note, "while it ran")
 	})
+	e.Update()
+	e.work.Wait()
+	if containers, _ := e.State("uid"); len(containers) != 1 || containers[0].State != truststore.Unknown {
+		t.Errorf("after a further look: got %+v, want an unknown container", containers)
+	}
 	must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))
 	p.wantEnded(1)
 	if got := p.output(); got != "up\n1\n" {
 		t.Errorf("got %q, want the CA once", got)
+	}
+}
+
+// TestRunningWithNetwork: an updater in a container with a network of its own is noticed, also if no program has
+// started in the pod's netns since the daemon has.
+func TestRunningWithNetwork(t *testing.T) {
+	p := newPod(t)
+	must(t, os.Remove(filepath.Join(p.root, "bin/dpkg")))
+	p.addScript("bin/dpkg", "#!/bin/sh\nbusybox mv /tmp/go /"+store+"\n")
+	p.start("echo up >/out; while [ ! -e /tmp/go ]; do sleep 0.1; done; dpkg; echo $? >/out", "--net")
+	testbed.Eventually(t, "the container runs", func() bool { return p.output() != "" })
+	e := newEngine(t, p)
+	testbed.Eventually(t, "the container is looked at", func() bool {
+		containers, _ := e.State("uid")
+		return len(containers) == 1
+	})
+	must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))
+	p.wantEnded(1)
+	if got := p.output(); got != "0\n" {
+		t.Errorf("the updater has ended with %q, want 0", got)
 	}
 }
 
@@ -186,5 +211,29 @@ func TestEnd(t *testing.T) {
 	p.wantEnded(4)
 	if got := p.output(); got != "1\n0\n1\n0\n" {
 		t.Errorf("the stores have the CA %q times, want once while the engine runs", got)
+	}
+}
+
+// TestReaderFails: the status says so, and containers have the CA again after the next look at the pods.
+func TestReaderFails(t *testing.T) {
+	p := newPod(t)
+	e := newEngine(t, p)
+	e.mu.Lock()
+	err := e.watcher.reader.Close()
+	e.mu.Unlock()
+	must(t, err)
+	testbed.Eventually(t, "the status says so", func() bool {
+		_, problem := e.State("uid")
+		return problem != ""
+	})
+	e.Watch(map[uint32]string{p.netns: "uid"})
+	e.work.Wait()
+	if _, problem := e.State("uid"); problem != "" {
+		t.Errorf("got the problem %q, want none", problem)
+	}
+	p.start(countCA)
+	p.wantEnded(1)
+	if got := p.output(); got != "1\n" {
+		t.Errorf("the store has the CA %q times, want once", got)
 	}
 }

@@ -19,12 +19,19 @@ import (
 // process is a process by its folder in /proc, which is bound to it as a pidfd is: a later process with the same PID is
 // not in it. It may be closed at any time: use fails with os.ErrClosed from then on.
 type process struct {
-	dir  *os.File
-	once sync.Once // of resume
+	dir *os.File
 }
 
 // tick is the unit of times in /proc/PID/stat (USER_HZ).
 const tick = time.Second / 100
+
+// errOther is the error about a process that has ended, and has left its PID to another one.
+var errOther = errors.New("another process has its PID by now")
+
+// saysEnded reports whether an error says that a process has ended.
+func saysEnded(err error) bool {
+	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESRCH) || errors.Is(err, errOther)
+}
 
 // openProcess opens a process. With a start, which is in nanoseconds since the boot, it fails for another process that
 // has the PID by now.
@@ -37,9 +44,9 @@ func openProcess(proc string, pid uint32, start uint64) (*process, error) {
 	if start == 0 {
 		return p, nil
 	}
-	_, ticks, err := p.stat()
-	if err == nil && ticks != start/uint64(tick) {
-		err = errors.New("another process has its PID by now")
+	now, err := p.stat()
+	if err == nil && now.start != start/uint64(tick) {
+		err = errOther
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("opening process %d: %w", pid, err), dir.Close())
@@ -71,22 +78,29 @@ func (p *process) again() (*process, error) {
 	return &process{dir: dir}, nil
 }
 
-// stat reads the state of a process, and its start in ticks since the boot.
-func (p *process) stat() (state byte, start uint64, err error) {
+// stat is the part of /proc/PID/stat that is needed.
+type stat struct {
+	state  byte
+	parent uint32
+	start  uint64 // in ticks since the boot
+}
+
+func (p *process) stat() (s stat, err error) {
 	data, err := p.read("stat")
 	if err != nil {
-		return 0, 0, err
+		return s, err
 	}
 	// The name stands in parentheses, and may have some of its own.
 	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
 	if len(fields) < 20 {
-		return 0, 0, fmt.Errorf("reading %s/stat: %d fields", p.dir.Name(), len(fields))
+		return s, fmt.Errorf("reading %s/stat: %d fields", p.dir.Name(), len(fields))
 	}
-	start, err = strconv.ParseUint(fields[19], 10, 64)
-	if err != nil {
-		return 0, 0, fmt.Errorf("reading %s/stat: %w", p.dir.Name(), err)
+	parent, parentErr := strconv.ParseUint(fields[1], 10, 32)
+	start, startErr := strconv.ParseUint(fields[19], 10, 64)
+	if err := errors.Join(parentErr, startErr); err != nil {
+		return s, fmt.Errorf("reading %s/stat: %w", p.dir.Name(), err)
 	}
-	return fields[0][0], start, nil
+	return stat{state: fields[0][0], parent: uint32(parent), start: start}, nil
 }
 
 // maxProcFile bounds a file of a process.
@@ -156,17 +170,20 @@ func (p *process) environment() map[string]string {
 	return values
 }
 
-// resume lets the process go on. An error says that it has ended.
-func (p *process) resume() {
-	p.once.Do(func() {
-		_ = p.use(func(fd int) error { return unix.PidfdSendSignal(fd, unix.SIGCONT, nil, 0) })
+// resume lets the process go on.
+func (p *process) resume() error {
+	return p.use(func(fd int) error {
+		if err := unix.PidfdSendSignal(fd, unix.SIGCONT, nil, 0); err != nil && !errors.Is(err, unix.ESRCH) {
+			return fmt.Errorf("letting process %s go on: %w", filepath.Base(p.dir.Name()), err)
+		}
+		return nil
 	})
 }
 
 // ended reports whether the process has ended. Nothing can be read of one that is gone.
 func (p *process) ended() bool {
-	state, _, err := p.stat()
-	return err != nil || state == 'Z' || state == 'X'
+	s, err := p.stat()
+	return err != nil || s.state == 'Z' || s.state == 'X'
 }
 
 // isFirst reports whether the process is the first one of its PID namespace. It is not if it has ended.
@@ -216,16 +233,58 @@ func (p *process) await() error {
 // isHeld reports whether the process stands at the end of an exec, before its first instruction: it is stopped, and the
 // kernel has seen no other system call or interrupt of it since.
 func (p *process) isHeld() bool {
-	state, _, err := p.stat()
-	if err != nil || state != 'T' {
+	if s, err := p.stat(); err != nil || s.state != 'T' {
 		return false
 	}
-	data, err := p.read("syscall")
+	call, err := p.systemCall(".")
 	if err != nil {
 		return false
 	}
-	number, _, _ := strings.Cut(string(data), " ")
-	return number == strconv.Itoa(unix.SYS_EXECVE) || number == strconv.Itoa(unix.SYS_EXECVEAT)
+	switch call.number {
+	case unix.SYS_EXECVE, unix.SYS_EXECVEAT:
+		return true
+	case 11, 358, 387: // of 32-bit programs on amd64 and arm64. 11 is munmap(2), too, but an exec leaves no arguments
+		return call.arguments == [6]uint64{}
+	default:
+		return false
+	}
+}
+
+// systemCall is one in which a thread sleeps, or the last one of a thread that is stopped.
+type systemCall struct {
+	number    int // -1 for none
+	arguments [6]uint64
+}
+
+// systemCall returns that of the thread with a folder. It fails for a thread that runs.
+func (p *process) systemCall(thread string) (c systemCall, err error) {
+	data, err := p.read(thread + "/syscall")
+	if err != nil {
+		return c, err
+	}
+	words := strings.Fields(string(data)) // the number, the arguments, the stack pointer, the program counter
+	if len(words) == 0 {
+		words = []string{""}
+	}
+	if c.number, err = strconv.Atoi(words[0]); err != nil {
+		return c, fmt.Errorf("reading %s/%s/syscall: %w", p.dir.Name(), thread, err)
+	}
+	for i := range min(len(words)-1, len(c.arguments)) {
+		if c.arguments[i], err = strconv.ParseUint(words[i+1], 0, 64); err != nil {
+			return c, fmt.Errorf("reading %s/%s/syscall: %w", p.dir.Name(), thread, err)
+		}
+	}
+	return c, nil
+}
+
+// ownPIDs is the inode of the daemon's PID namespace.
+var ownPIDs = sync.OnceValues(func() (uint32, error) { return inodeOf("/proc/self/ns/pid") })
+
+// isBelow reports whether the process is in a PID namespace below the daemon's. /proc shows no others but the daemon's.
+func (p *process) isBelow() bool {
+	own, ownErr := ownPIDs()
+	_, inode, err := p.inode("ns/pid")
+	return ownErr == nil && err == nil && inode != uint64(own)
 }
 
 // pids lists the processes in a /proc.
@@ -248,54 +307,53 @@ func pids(proc string) ([]uint32, error) {
 	return found, nil
 }
 
-// ResumeAll lets the processes go on that stay stopped for as long as pause: those of a daemon that is gone. One that
-// runs lets its own go on before. It returns how many. Only those in other PID namespaces than the caller's are
+// resumeAll lets the processes go on that stay stopped for as long as pause: those of a daemon that is gone, and those
+// that this one could not let go on. It returns how many. Only those in other PID namespaces than the caller's are
 // touched.
-func ResumeAll(ctx context.Context, proc string, pause time.Duration) (count int, err error) {
+func resumeAll(
+	ctx context.Context, proc string, pause time.Duration, letGo func(*process) bool,
+) (count int, err error) {
 	held, err := heldProcesses(proc)
 	defer func() {
 		for _, p := range held {
 			p.close()
 		}
 	}()
-	if err != nil || len(held) == 0 {
+	if len(held) == 0 {
 		return 0, err
 	}
 	select {
 	case <-time.After(pause):
 	case <-ctx.Done():
-		return 0, nil // the next daemon looks for them
+		return 0, err // the next daemon looks for them
 	}
 	for _, p := range held {
-		if p.isHeld() {
-			p.resume()
+		if p.isHeld() && letGo(p) {
 			count++
 		}
 	}
-	return count, nil
+	return count, err
 }
 
-// heldProcesses opens the processes that a daemon has stopped.
+// heldProcesses opens the processes that a daemon has stopped. With an error it may have missed some.
 func heldProcesses(proc string) (held []*process, err error) {
 	all, err := pids(proc)
 	if err != nil {
 		return nil, err
 	}
-	self, err := openProcess(proc, uint32(os.Getpid()), 0)
-	if err != nil {
-		return nil, err
-	}
-	defer self.close()
 	for _, pid := range all {
-		p, err := openProcess(proc, pid, 0)
-		if err != nil {
-			continue // it has ended
+		p, openErr := openProcess(proc, pid, 0)
+		if openErr != nil {
+			if !saysEnded(openErr) {
+				err = openErr // one stands for all
+			}
+			continue
 		}
-		if same, err := sameInode(p, self, "ns/pid"); err == nil && !same && p.isHeld() {
+		if p.isHeld() && p.isBelow() {
 			held = append(held, p)
 		} else {
 			p.close()
 		}
 	}
-	return held, nil
+	return held, err
 }

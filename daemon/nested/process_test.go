@@ -1,8 +1,12 @@
 package nested
 
 import (
+	"bytes"
 	"errors"
+	"log/slog"
 	"os"
+	"os/exec"
+	"strings"
 	"sync"
 	"testing"
 )
@@ -42,4 +46,61 @@ func TestClose(t *testing.T) {
 	if !p.ended() {
 		t.Error("a closed process counts as one that runs")
 	}
+}
+
+// TestEnded: a process that has ended has no links and no arguments, and that is an error.
+func TestEnded(t *testing.T) {
+	cmd := exec.Command("sleep", "1000")
+	must(t, cmd.Start())
+	p, err := openProcess("/proc", uint32(cmd.Process.Pid), 0)
+	must(t, err)
+	defer p.close()
+	must(t, cmd.Process.Kill())
+	_ = cmd.Wait() // killed
+	if touches, err := p.updates("rm", []string{"/" + store}); err == nil || touches {
+		t.Errorf("got %t, %v, want an error", touches, err)
+	}
+	if text, err := p.link("cwd"); err == nil || text != "" {
+		t.Errorf("got %q, %v, want an error", text, err)
+	}
+}
+
+// TestStaysStopped: a process that cannot be opened, or cannot be let go on, is in the log, unless it has ended.
+func TestStaysStopped(t *testing.T) {
+	const line = "a process in a nested container may stay stopped"
+	open := func(proc string) func(*Engine) bool {
+		return func(e *Engine) bool {
+			e.config.Proc = proc
+			e.handle(nil, event{PID: 1})
+			return true
+		}
+	}
+	for name, c := range map[string]struct {
+		do     func(*Engine) bool
+		logged bool
+	}{
+		"it has ended":           {open(t.TempDir()), false},
+		"it cannot be opened":    {open(os.DevNull), true},
+		"it cannot be signalled": {func(e *Engine) bool { return !e.letGo(notAProcess(t)) }, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var log bytes.Buffer
+			e := New(Config{Proc: "/proc", Log: slog.New(slog.NewTextHandler(&log, nil))})
+			if !c.do(e) {
+				t.Error("the process counts as one that goes on")
+			}
+			if logged := strings.Contains(log.String(), line); logged != c.logged {
+				t.Errorf("got the log %q, want the line: %t", log.String(), c.logged)
+			}
+		})
+	}
+}
+
+// notAProcess is a folder that takes no signal.
+func notAProcess(t *testing.T) *process {
+	t.Helper()
+	dir, err := os.Open(t.TempDir())
+	must(t, err)
+	t.Cleanup(func() { _ = dir.Close() }) // only used
+	return &process{dir: dir}
 }

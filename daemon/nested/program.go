@@ -3,6 +3,7 @@ package nested
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -25,36 +26,46 @@ const (
 type event struct {
 	Start uint64 // of the process, in ns since the boot
 	Mount uint64 // the number of the mount namespace, which is never used again
-	Inode uint64 // of the process's root
-	Dev   uint32 // of the process's root, as the kernel has it
 	Netns uint32 // the inode of the pod's netns
 	PID   uint32 // as this process sees it
 	Owner uint32 // the first process of the pod's container, as this process sees it
+	Flags uint32
 	Name  [16]byte
 }
+
+// flagJob is in the flags of an event if the process was not stopped: a shell with job control, such as an interactive
+// one, takes note of a stop of the jobs that it has started, and goes on to its next command.
+const flagJob = 1
+
+// flagLook is in the flags of an event if the last look at the container was lookInterval ago.
+const flagLook = 2
+
+// lookInterval is the time after which an exec stops in a container that is known: stores may have appeared there.
+const lookInterval = 2 * time.Second
 
 // The offsets of the fields of event.
 const (
 	eventStart = 8 * iota
 	eventMount
-	eventInode
-	eventDev
-	eventPID
+	eventNetns
+	eventOwner
 	eventName
 	eventSize  = eventName + 16
-	eventNetns = eventDev + 4
-	eventOwner = eventPID + 4
+	eventPID   = eventNetns + 4
+	eventFlags = eventOwner + 4
 )
 
 // fields are the offsets of the kernel's fields that the program reads.
 type fields struct {
-	nsproxy, fs, threadPID, start                  int16 // task_struct
-	mountNS, pidNS, netNS                          int16 // nsproxy
-	pidInum, parent, level, reaper                 int16 // pid_namespace
-	netInum                                        int16 // net
-	mountID                                        int16 // mnt_namespace
-	rootDentry, dentryInode, ino, superblock, sDev int16 // fs_struct, dentry, inode, inode, super_block
-	numbers, upidSize                              int16 // pid, upid
+	nsproxy, fs, threadPID, start  int16 // task_struct
+	signal, realParent             int16 // task_struct
+	group, session                 int16 // signal_struct
+	mountNS, pidNS, netNS          int16 // nsproxy
+	pidInum, parent, level, reaper int16 // pid_namespace
+	netInum                        int16 // net
+	mountID                        int16 // mnt_namespace
+	rootDentry                     int16 // fs_struct
+	numbers, upidSize              int16 // pid, upid
 }
 
 // findFields looks the fields up in the kernel's BTF.
@@ -69,6 +80,11 @@ func findFields(spec *btf.Spec) (f fields, err error) {
 	find(&f.fs, "task_struct", "fs")
 	find(&f.threadPID, "task_struct", "thread_pid")
 	find(&f.start, "task_struct", "start_boottime")
+	find(&f.signal, "task_struct", "signal")
+	find(&f.realParent, "task_struct", "real_parent")
+	find(&f.group, "signal_struct", "pids")
+	f.session = f.group + 3*8 // PIDTYPE_SID
+	f.group += 2 * 8          // PIDTYPE_PGID
 	find(&f.mountNS, "nsproxy", "mnt_ns")
 	find(&f.pidNS, "nsproxy", "pid_ns_for_children")
 	find(&f.netNS, "nsproxy", "net_ns")
@@ -78,10 +94,6 @@ func findFields(spec *btf.Spec) (f fields, err error) {
 	find(&f.reaper, "pid_namespace", "child_reaper")
 	find(&f.netInum, "net", "ns", "inum")
 	find(&f.rootDentry, "fs_struct", "root", "dentry")
-	find(&f.dentryInode, "dentry", "d_inode")
-	find(&f.ino, "inode", "i_ino")
-	find(&f.superblock, "inode", "i_sb")
-	find(&f.sDev, "super_block", "s_dev")
 	find(&f.numbers, "pid", "numbers")
 	f.upidSize = 16 // struct upid: an int and a pointer
 	// Inode numbers of namespaces are used again within seconds. Linux 6.18 has a number for all kinds of namespaces
@@ -139,42 +151,40 @@ func membersOf(t btf.Type) []btf.Member {
 
 // Where the program keeps values on its stack.
 const (
-	stackKey     = -8  // a key of a map
+	stackMount   = -8  // event.Mount
 	stackName    = -24 // the name of the program that was executed
-	stackMount   = -32 // event.Mount
-	stackStart   = -40 // learned: the start of the owner's first process
-	stackNetns   = -48 // event.Netns, with 4 bytes behind it that are zero; with stackStart a value of the map below
-	stackRoot    = -64 // a key of the map roots: the inode and the device
-	stackVerdict = -68 // a value of the map known
-	stackOwn     = -80 // event.Owner's namespace
-	stackFresh   = -88 // 1 if the mount namespace is new
+	stackNetns   = -32 // event.Netns, with 4 bytes behind it that are zero
+	stackFresh   = -40 // 1 if the mount namespace is new
+	stackVerdict = -44 // a value of the map known
+	stackNow     = -56 // a value of the map looked
+	stackFlags   = -64 // event.Flags, but for flagJob
 )
 
 // program is the program at the tracepoint sched_process_exec. In the words of C:
 //
 //	ns = the PID namespace of the task, or the one above it, ..., whose parent is that of this daemon
 //	if (none) return                             // a process of the node
-//	entry = below[ns]                            // is it one of a watched pod?
-//	if (!entry || entry.start != ns->child_reaper->start) {
-//		if (!nets[the task's netns]) return
-//		below[ns] = {start, netns}               // it is: the task is in the pod's netns
-//		if (ns is the task's own) {              // a process of the pod's own container
-//			known[mount namespace] = own
-//			return
-//		}
-//	}
+//	first = ns->child_reaper                     // of the pod's own container
+//	if (!first || !nets[netns of first]) return
+//	if (mount namespace == that of first) return // a process of the pod's own container
 //	verdict = known[mount namespace]
 //	if (verdict == own) return
-//	if (verdict == settled && !updaters[name]) return
-//	if (!verdict && roots[root]) return          // the root of the pod's own container, as with unshare(1)
+//	if (verdict == settled && looked[mount namespace] + interval > now && !updaters[name]) return
+//	if (!verdict && root == that of first) return // the pod's own container, too, as with unshare(1)
+//	if (verdict != aside && !updater) looked[mount namespace] = now
 //	record = reserve()
 //	if (!record) return                          // never stop a process that the daemon does not know of
 //	if (!verdict) known[mount namespace] = settled
+//	if (verdict && job of a shell) {             // in its parent's session, and in a process group of its own
+//		submit(record with flagJob)
+//		return
+//	}
 //	if (signal(SIGSTOP)) return                  // the task stops before its first instruction
 //	submit(record)
 //
-// PID namespaces tell a container that a container has started, on both versions of cgroups. Their inode numbers are
-// used again, so the start of a namespace's first process is compared.
+// PID namespaces tell a container that a container has started, on both versions of cgroups. The first process of one
+// tells the pod: nothing need be learned of processes that a daemon before this one has seen. A first process that ends
+// has no namespaces any more. The program then reads zeros, as from all pointers that are null.
 func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 	var code asm.Instructions
 	add := func(more ...asm.Instruction) { code = append(code, more...) }
@@ -196,7 +206,7 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 		)
 	}
 
-	// R6 is the task, R7 its nsproxy, and R8 the PID namespace of the pod's container.
+	// R6 is the task, R7 its nsproxy. R8 climbs from its PID namespace to that of the pod's container.
 	load(asm.R6, asm.R1, 0)
 	load(asm.R7, asm.R6, f.nsproxy)
 	load(asm.R8, asm.R7, f.pidNS)
@@ -215,63 +225,34 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 	}
 	add(asm.Ja.Label("exit"))
 
-	add(asm.LoadMem(asm.R1, asm.R8, f.pidInum, asm.Word).WithSymbol("owner"))
-	add(
-		asm.StoreMem(asm.RFP, stackOwn, asm.R1, asm.DWord),
-		asm.StoreMem(asm.RFP, stackKey, asm.R1, asm.Word),
-	)
-	load(asm.R1, asm.R8, f.reaper)
-	load(asm.R9, asm.R1, f.start)
-	load(asm.R1, asm.R7, f.mountNS)
-	load(asm.R1, asm.R1, f.mountID)
-	add(asm.StoreMem(asm.RFP, stackMount, asm.R1, asm.DWord))
-	lookup(m.below, stackKey)
-	add(asm.JEq.Imm(asm.R0, 0, "learn"))
-	load(asm.R1, asm.R0, 8)
-	add(asm.JNE.Reg(asm.R1, asm.R9, "learn"))
-	load(asm.R1, asm.R0, 0)
-	add(asm.StoreMem(asm.RFP, stackNetns, asm.R1, asm.DWord), asm.Ja.Label("check"))
-
-	load(asm.R1, asm.R7, f.netNS)
-	code[len(code)-1] = code[len(code)-1].WithSymbol("learn")
+	// R9 is the first process of the pod's container.
+	add(asm.LoadMem(asm.R9, asm.R8, f.reaper, asm.DWord).WithSymbol("owner"), asm.JEq.Imm(asm.R9, 0, "exit"))
+	load(asm.R1, asm.R9, f.nsproxy)
+	load(asm.R1, asm.R1, f.netNS)
 	add(
 		asm.LoadMem(asm.R1, asm.R1, f.netInum, asm.Word),
 		asm.StoreMem(asm.RFP, stackNetns, asm.R1, asm.DWord),
 	)
 	lookup(m.nets, stackNetns)
+	add(asm.JEq.Imm(asm.R0, 0, "exit"))
+	load(asm.R1, asm.R7, f.mountNS)
+	load(asm.R1, asm.R1, f.mountID)
+	load(asm.R2, asm.R9, f.nsproxy)
+	load(asm.R2, asm.R2, f.mountNS)
+	load(asm.R2, asm.R2, f.mountID)
 	add(
-		asm.JEq.Imm(asm.R0, 0, "exit"),
-		asm.StoreMem(asm.RFP, stackStart, asm.R9, asm.DWord),
-	)
-	update(m.below, stackKey, stackNetns)
-	load(asm.R1, asm.R7, f.pidNS)
-	add(
-		asm.LoadMem(asm.R1, asm.R1, f.pidInum, asm.Word),
-		asm.LoadMem(asm.R2, asm.RFP, stackOwn, asm.DWord),
-		asm.JNE.Reg(asm.R1, asm.R2, "check"),
-		asm.StoreImm(asm.RFP, stackVerdict, int64(knownOwn), asm.Word),
-	)
-	update(m.known, stackMount, stackVerdict)
-	add(asm.Ja.Label("exit"))
-
-	add(
-		asm.Mov.Imm(asm.R1, 0).WithSymbol("check"),
+		asm.JEq.Reg(asm.R1, asm.R2, "exit"),
+		asm.StoreMem(asm.RFP, stackMount, asm.R1, asm.DWord),
+		asm.Mov.Imm(asm.R1, 0),
 		asm.StoreMem(asm.RFP, stackName, asm.R1, asm.DWord),
 		asm.StoreMem(asm.RFP, stackName+8, asm.R1, asm.DWord),
 		asm.StoreMem(asm.RFP, stackFresh, asm.R1, asm.DWord),
+		asm.StoreMem(asm.RFP, stackFlags, asm.R1, asm.DWord),
 		asm.Mov.Reg(asm.R1, asm.RFP), asm.Add.Imm(asm.R1, stackName),
 		asm.Mov.Imm(asm.R2, 16),
 		asm.FnGetCurrentComm.Call(),
-	)
-	load(asm.R1, asm.R6, f.fs)
-	load(asm.R1, asm.R1, f.rootDentry)
-	load(asm.R1, asm.R1, f.dentryInode)
-	load(asm.R2, asm.R1, f.ino)
-	load(asm.R1, asm.R1, f.superblock)
-	add(
-		asm.LoadMem(asm.R1, asm.R1, f.sDev, asm.Word),
-		asm.StoreMem(asm.RFP, stackRoot, asm.R2, asm.DWord),
-		asm.StoreMem(asm.RFP, stackRoot+8, asm.R1, asm.DWord),
+		asm.FnKtimeGetNs.Call(),
+		asm.StoreMem(asm.RFP, stackNow, asm.R0, asm.DWord),
 	)
 	lookup(m.known, stackMount)
 	add(
@@ -280,15 +261,36 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 		asm.JEq.Imm(asm.R1, int32(knownOwn), "exit"),
 		asm.JEq.Imm(asm.R1, int32(knownAside), "stop"),
 	)
+	lookup(m.looked, stackMount)
+	add(
+		asm.JEq.Imm(asm.R0, 0, "look"),
+		asm.LoadMem(asm.R1, asm.R0, 0, asm.DWord),
+		asm.LoadImm(asm.R2, int64(lookInterval), asm.DWord),
+		asm.Add.Reg(asm.R1, asm.R2),
+		asm.LoadMem(asm.R2, asm.RFP, stackNow, asm.DWord),
+		asm.JLE.Reg(asm.R1, asm.R2, "look"),
+	)
 	lookup(m.updaters, stackName)
 	add(asm.JEq.Imm(asm.R0, 0, "exit"), asm.Ja.Label("stop"))
+
+	add(
+		asm.Mov.Imm(asm.R1, flagLook).WithSymbol("look"),
+		asm.StoreMem(asm.RFP, stackFlags, asm.R1, asm.DWord),
+		asm.Ja.Label("looks"),
+	)
 
 	add(
 		asm.Mov.Imm(asm.R1, 1).WithSymbol("fresh"),
 		asm.StoreMem(asm.RFP, stackFresh, asm.R1, asm.DWord),
 	)
-	lookup(m.roots, stackRoot)
-	add(asm.JNE.Imm(asm.R0, 0, "exit"))
+	load(asm.R1, asm.R6, f.fs)
+	load(asm.R1, asm.R1, f.rootDentry)
+	load(asm.R2, asm.R9, f.fs)
+	load(asm.R2, asm.R2, f.rootDentry)
+	add(asm.JEq.Reg(asm.R1, asm.R2, "exit"))
+
+	add(asm.Mov.Imm(asm.R0, 0).WithSymbol("looks"))
+	update(m.looked, stackMount, stackNow)
 
 	add(
 		asm.LoadMapPtr(asm.R1, m.events.FD()).WithSymbol("stop"),
@@ -302,8 +304,6 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 		add(asm.LoadMem(asm.R1, asm.RFP, from, size), asm.StoreMem(asm.R9, to, asm.R1, size))
 	}
 	copyFrom(eventMount, stackMount, asm.DWord)
-	copyFrom(eventInode, stackRoot, asm.DWord)
-	copyFrom(eventDev, stackRoot+8, asm.Word)
 	copyFrom(eventNetns, stackNetns, asm.Word)
 	copyFrom(eventName, stackName, asm.DWord)
 	copyFrom(eventName+8, stackName+8, asm.DWord)
@@ -330,16 +330,36 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 	add(asm.Ja.Label("discard"))
 
 	add(
-		asm.LoadMem(asm.R1, asm.RFP, stackFresh, asm.DWord).WithSymbol("signal"),
-		asm.JEq.Imm(asm.R1, 0, "send"),
+		asm.LoadMem(asm.R1, asm.RFP, stackFlags, asm.DWord).WithSymbol("signal"),
+		asm.StoreMem(asm.R9, eventFlags, asm.R1, asm.Word),
+		asm.LoadMem(asm.R1, asm.RFP, stackFresh, asm.DWord),
+		asm.JEq.Imm(asm.R1, 0, "job"),
 		asm.StoreImm(asm.RFP, stackVerdict, int64(knownSettled), asm.Word),
 	)
 	update(m.known, stackMount, stackVerdict)
 	add(
+		asm.Ja.Label("send"),
+		asm.LoadMem(asm.R1, asm.R6, f.realParent, asm.DWord).WithSymbol("job"),
+	)
+	load(asm.R1, asm.R1, f.signal)
+	load(asm.R2, asm.R6, f.signal)
+	load(asm.R3, asm.R1, f.session)
+	load(asm.R4, asm.R2, f.session)
+	add(asm.JNE.Reg(asm.R3, asm.R4, "send"))
+	load(asm.R3, asm.R1, f.group)
+	load(asm.R4, asm.R2, f.group)
+	add(
+		asm.JEq.Reg(asm.R3, asm.R4, "send"),
+		asm.LoadMem(asm.R1, asm.RFP, stackFlags, asm.DWord),
+		asm.Or.Imm(asm.R1, flagJob),
+		asm.StoreMem(asm.R9, eventFlags, asm.R1, asm.Word),
+		asm.Ja.Label("submit"),
+	)
+	add(
 		asm.Mov.Imm(asm.R1, int32(unix.SIGSTOP)).WithSymbol("send"),
 		asm.FnSendSignal.Call(),
 		asm.JNE.Imm(asm.R0, 0, "discard"),
-		asm.Mov.Reg(asm.R1, asm.R9),
+		asm.Mov.Reg(asm.R1, asm.R9).WithSymbol("submit"),
 		asm.Mov.Imm(asm.R2, 0),
 		asm.FnRingbufSubmit.Call(),
 		asm.Ja.Label("exit"),

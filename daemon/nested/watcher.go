@@ -20,9 +20,8 @@ import (
 // maps are the maps of the program.
 type maps struct {
 	nets     *ebpf.Map // inodes of the netns of watched pods, as 8 bytes
-	below    *ebpf.Map // inode of the PID namespace of a pod's own container -> netns (8 bytes), start
 	known    *ebpf.Map // number of a mount namespace -> knownOwn, knownSettled or knownAside
-	roots    *ebpf.Map // inode and device of the roots of the pods' own containers
+	looked   *ebpf.Map // number of a mount namespace -> the time of the last look, by CLOCK_MONOTONIC
 	updaters *ebpf.Map // names of programs: those of updaters.go
 	events   *ebpf.Map
 	levels   int // of PID namespaces above a container that the program can count
@@ -31,9 +30,7 @@ type maps struct {
 // The sizes of the maps. An entry that a full map drops costs one more stop.
 const (
 	maxNets       = 1024
-	maxBelow      = 4096
 	maxKnown      = 16384
-	maxRoots      = 1024
 	maxUpdaters   = 256
 	eventsBytes   = 256 << 10
 	maxProgLevels = 4
@@ -102,9 +99,8 @@ func (w *watcher) makeMaps() error {
 		spec ebpf.MapSpec
 	}{
 		{&w.maps.nets, ebpf.MapSpec{Type: ebpf.Hash, KeySize: 8, ValueSize: 4, MaxEntries: maxNets}},
-		{&w.maps.below, ebpf.MapSpec{Type: ebpf.LRUHash, KeySize: 4, ValueSize: 16, MaxEntries: maxBelow}},
 		{&w.maps.known, ebpf.MapSpec{Type: ebpf.LRUHash, KeySize: 8, ValueSize: 4, MaxEntries: maxKnown}},
-		{&w.maps.roots, ebpf.MapSpec{Type: ebpf.LRUHash, KeySize: 16, ValueSize: 4, MaxEntries: maxRoots}},
+		{&w.maps.looked, ebpf.MapSpec{Type: ebpf.LRUHash, KeySize: 8, ValueSize: 8, MaxEntries: maxKnown}},
 		{&w.maps.updaters, ebpf.MapSpec{Type: ebpf.Hash, KeySize: 16, ValueSize: 4, MaxEntries: maxUpdaters}},
 		{&w.maps.events, ebpf.MapSpec{Type: ebpf.RingBuf, MaxEntries: eventsBytes}},
 	} {
@@ -155,20 +151,7 @@ func remove(m *ebpf.Map, key any) error {
 // unwatch ends watch.
 func (w *watcher) unwatch(netns uint32) error {
 	return w.change(fmt.Sprintf("watching the netns %d no more", netns), func(m maps) error {
-		var key uint32
-		var value struct{ Netns, Start uint64 }
-		var stale []uint32
-		all := m.below.Iterate()
-		for all.Next(&key, &value) {
-			if value.Netns == uint64(netns) {
-				stale = append(stale, key)
-			}
-		}
-		err := errors.Join(remove(m.nets, uint64(netns)), all.Err())
-		for _, key := range stale {
-			err = errors.Join(err, remove(m.below, key))
-		}
-		return err
+		return remove(m.nets, uint64(netns))
 	})
 }
 
@@ -189,14 +172,6 @@ func (w *watcher) next() (event, error) {
 func (w *watcher) settle(mount uint64, verdict uint32) error {
 	return w.change("noting the mount namespace of a container", func(m maps) error {
 		return m.known.Put(mount, verdict)
-	})
-}
-
-// passRoot makes mount namespaces with the root of an event pass: it is the pod's own container's.
-func (w *watcher) passRoot(e event) error {
-	return w.change("noting the root of the pod's container", func(m maps) error {
-		key := struct{ Inode, Dev uint64 }{e.Inode, uint64(e.Dev)}
-		return errors.Join(m.roots.Put(key, uint32(1)), remove(m.known, e.Mount))
 	})
 }
 
@@ -233,7 +208,7 @@ func (w *watcher) close() {
 		_ = w.program.Close()
 	}
 	for _, m := range []*ebpf.Map{
-		w.maps.nets, w.maps.below, w.maps.known, w.maps.roots, w.maps.updaters, w.maps.events,
+		w.maps.nets, w.maps.known, w.maps.looked, w.maps.updaters, w.maps.events,
 	} {
 		if m != nil {
 			_ = m.Close()
