@@ -28,13 +28,14 @@ type lab struct {
 	macvlan   *testbed.Host            // a nested container with a macvlan interface over eth0
 	outer     way                      // from outside, to the pod
 	number    uint64                   // of the last marker
+	patience  time.Duration            // with traffic that must come
 }
 
 // newLab makes a lab in which rules are installed.
 func newLab(t *testing.T, f testbed.Flavour, rules ruleset.Ruleset, s settings) *lab {
 	t.Helper()
 	l := &lab{scene: newScene(t, f), rules: rules, ways: map[string]way{},
-		held: map[heldBy]chan heldConn{}}
+		held: map[heldBy]chan heldConn{}, patience: leastPatience}
 	for _, v6 := range []bool{false, true} {
 		for _, gate := range []int{15001, 15006} {
 			l.held[heldBy{v6, gate}] = make(chan heldConn)
@@ -156,14 +157,14 @@ func (l *lab) serve(c *net.TCPConn, gate int) {
 	select {
 	case l.held[heldBy{to.Addr().Is6(), gate}] <- h:
 		<-h.release
-	case <-time.After(patience):
+	case <-time.After(mostPatience):
 	}
 }
 
 // settle waits until the tap has seen all frames that were sent before. It returns false if they cannot leave.
 func (l *lab) settle() bool {
 	l.number++
-	return l.tap.settle(l.ways["packet"], l.macs, l.number, patience)
+	return l.tap.settle(l.ways["packet"], l.macs, l.number, l.patience)
 }
 
 // escapes returns the frames that left the pod since the last call and must not have left.
