@@ -342,11 +342,10 @@ func startServerAlone(ctx context.Context, t *testing.T, c *envconf.Config) {
 	waitFor(ctx, t, "the API server responds again", func() (bool, error) {
 		return client(c).Get(ctx, "server", namespace, &corev1.Pod{}) == nil, nil
 	})
-	waitForControllers(ctx, t, c)
 }
 
 // waitForControllers waits until the controllers work, by one that makes a ServiceAccount in a new namespace. Those of
-// kind end without the API server, and kubelet starts them again up to five minutes later.
+// kind end without the API server, and kubelet starts them again up to five minutes later; others take a minute.
 func waitForControllers(ctx context.Context, t *testing.T, c *envconf.Config) {
 	t.Helper()
 	ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "controllers-"}}

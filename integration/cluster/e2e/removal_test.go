@@ -220,6 +220,7 @@ func withStoppedAPIServer(ctx context.Context, t *testing.T, c *envconf.Config, 
 	do()
 	started = true
 	startServerAlone(ctx, t, c)
+	waitForControllers(ctx, t, c)
 }
 
 // staysInstalled ends daemons in ways that do not mean a removal: their logs say so, and a captured pod's connections
