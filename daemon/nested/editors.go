@@ -22,7 +22,8 @@ const (
 
 // isUpdate reports whether a program changes a trust store, by its arguments. One with a hanging file system goes on.
 func (e *Engine) isUpdate(ctx context.Context, c *container, p *process, name string) bool {
-	if !isUpdaterByArguments(name) {
+	stores := c.boundStores()
+	if !slices.Contains(byArguments, name) || len(stores) == 0 && slices.Contains(editors, name) {
 		return false
 	}
 	select {
@@ -33,7 +34,7 @@ func (e *Engine) isUpdate(ctx context.Context, c *container, p *process, name st
 	done := make(chan bool, 1)
 	go func() {
 		defer func() { <-e.looks }()
-		touches, err := p.updates(name, c.boundStores())
+		touches, err := p.updates(name, stores)
 		if err != nil && !p.ended() {
 			e.config.Log.Warn("it is not known whether a program changes a trust store", "err", err)
 		}
@@ -53,10 +54,14 @@ func (p *process) updates(name string, stores []string) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	if slices.Contains(editors, name) {
+	switch {
+	case slices.Contains(editors, name):
 		return p.touches(stores, arguments)
+	case name == openssl:
+		return isRehash(arguments), nil
+	default:
+		return isInstaller(name, arguments), nil
 	}
-	return isInstaller(name, arguments) || isRehash(name, arguments), nil
 }
 
 // touches reports whether an argument of the process leads to one of the stores, or to a folder of one.

@@ -7,8 +7,7 @@ import (
 	"strings"
 )
 
-// updaters are the names of programs that write trust stores. uv, Conda and the like replace
-// certifi's.
+// updaters are the names of programs that write trust stores. uv, Conda and the like replace certifi's.
 var updaters = []string{
 	"update-ca-certificates", "update-ca-trust", "trust", "c_rehash", "keytool",
 	"dpkg", "apk", "rpm", "rpmdb", "dnf", "dnf-3", "dnf5", "yum", "microdnf", "zypper", "pacman",
@@ -22,13 +21,14 @@ var editors = []string{"rm", "mv", "cp", "ln", "sed", "install", "tee", "chmod",
 // openssl is an updater as `openssl rehash`, which makes the hashed names of a folder.
 const openssl = "openssl"
 
-func isRehash(name string, arguments []string) bool {
-	return name == openssl && len(arguments) > 0 && arguments[0] == "rehash"
-}
+func isRehash(arguments []string) bool { return len(arguments) > 0 && arguments[0] == "rehash" }
 
 // pips and pythons are the names of programs that may install Python packages, of which certifi and pip itself bring a
 // store along. Each is an updater then.
 var pips, pythons = versions("pip"), versions("python")
+
+// byArguments are the names of programs that may write stores, by their arguments.
+var byArguments = slices.Concat(editors, pips, pythons, []string{openssl})
 
 // versions are the names that a program of Python has.
 func versions(name string) []string {
@@ -62,11 +62,6 @@ func isInstaller(name string, arguments []string) bool {
 // isUpdater reports whether a program of that name, as the kernel keeps it, writes stores whatever its arguments are.
 func isUpdater(name string) bool {
 	return slices.ContainsFunc(updaters, func(u string) bool { return u[:min(len(u), maxName)] == name })
-}
-
-// isUpdaterByArguments reports whether a program of that name may write stores, by its arguments.
-func isUpdaterByArguments(name string) bool {
-	return name == openssl || slices.Contains(slices.Concat(editors, pips, pythons), name)
 }
 
 // maxName is how much of the name of a program the kernel keeps (TASK_COMM_LEN).

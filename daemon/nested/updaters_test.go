@@ -1,6 +1,7 @@
 package nested
 
 import (
+	"slices"
 	"strings"
 	"testing"
 )
@@ -27,7 +28,7 @@ func TestIsInstaller(t *testing.T) {
 		"ruby -m pip install certifi":                  false,
 	} {
 		name, arguments, _ := strings.Cut(command, " ")
-		if got := isUpdaterByArguments(name) && isInstaller(name, strings.Fields(arguments)); got != want {
+		if got := slices.Contains(byArguments, name) && isInstaller(name, strings.Fields(arguments)); got != want {
 			t.Errorf("%s: got %t, want %t", command, got, want)
 		}
 	}

@@ -110,7 +110,7 @@ func (w *watcher) makeMaps() error {
 		}
 		*m.to = created
 	}
-	for _, name := range slices.Concat(updaters, editors, pips, pythons, []string{openssl}) {
+	for _, name := range slices.Concat(updaters, byArguments) {
 		var key [16]byte
 		copy(key[:maxName], name)
 		if err := w.maps.updaters.Put(key, uint32(1)); err != nil {
