@@ -42,6 +42,7 @@ func (d daemon) leave(ctx context.Context, p parts) (removed bool) {
 		d.log.Error("the node's taint cannot be removed, and keeps new pods off the node", "err", err)
 	}
 	p.agent.Dissolve(ctx)
+	p.trust.watchNested()         // no pod is captured: mounts in containers go away
 	return !p.agent.IsSucceeded() // else the next daemon has installed the plugin again
 }
 

@@ -70,7 +70,7 @@ optional='' version=''
 case ${1-} in
 test) wanted=$common$test$mitmproxy version="default 8.1.1" ;;
 test-mitmproxy) wanted=$common$test$mitmproxy$debian13 ;;
-trust-table) wanted=$common$test$debian13 ;;
+trust-table) wanted=$common$test$mitmproxy$debian13 version=default ;;
 lint) wanted=$lint ;;
 demo) wanted=$common"openssl openssl" optional=$mitmproxy version=default ;;
 bench) wanted=$common$bench$mitmproxy$debian13 version="default 8.1.1 12.3.1" ;;

@@ -25,17 +25,20 @@ import (
 type container struct {
 	mount      uint64 // the number of its mount namespace
 	netns      uint32 // that of the pod
-	pod        string // its UID
+	pod        *watchedPod
 	name       string
 	first      *process
+	known      context.Context // ends when the container is forgotten, by forget
+	forget     func()
 	podNetwork bool
 	lateStart  bool // it ran when it was found, and was not given the CA yet
 	// settled is true if its stores have been looked at since it started, or since an updater ran.
 	settled atomic.Bool
 
-	working sync.Mutex // held by the one that changes mounts; guards the next fields
-	busy    []*process // updaters that run
-	late    bool       // it was given the CA while it ran
+	silent  atomic.Int32  // 1 while work there hangs
+	working chan struct{} // taken by the one that changes mounts (alone); guards the next fields
+	busy    []*process    // updaters that run
+	late    bool          // it was given the CA while it ran
 
 	mu        sync.Mutex // guards the fields below
 	trust     truststore.State
@@ -46,13 +49,13 @@ type container struct {
 }
 
 // newContainer describes the container of a process, which has a descriptor of its own there.
-func newContainer(p *process, mount uint64, netns uint32, pod string) (*container, error) {
+func newContainer(p *process, mount uint64, netns uint32, pod *watchedPod) (*container, error) {
 	first, err := p.again()
 	if err != nil {
 		return nil, err
 	}
 	c := &container{
-		mount: mount, netns: netns, pod: pod, name: nameOf(p), first: first,
+		mount: mount, netns: netns, pod: pod, name: nameOf(p), first: first, working: make(chan struct{}, 1),
 		trust: truststore.Unknown, note: "not looked at yet",
 	}
 	_, inode, err := p.inode("ns/net")
@@ -142,30 +145,34 @@ const maxCA = 1 << 20
 
 // equip makes a container trust the CA, unless an updater of its stores runs. p is a process in it.
 func (e *Engine) equip(ctx context.Context, w *watcher, c *container, p *process) error {
-	c.working.Lock()
-	defer c.working.Unlock()
-	if c.hasUpdater() {
-		return nil
-	}
-	defer c.settled.Store(true)
-	ca, err := files.ReadBounded(e.config.CAFile, maxCA)
-	if err != nil {
-		c.set(truststore.Unknown, "the proxy has no CA yet")
+	err := c.alone(ctx, func() error {
+		if c.known.Err() != nil || c.hasUpdater() {
+			return nil
+		}
+		defer c.settled.Store(true)
+		ca, err := files.ReadBounded(e.config.CAFile, maxCA)
+		if err != nil {
+			c.set(truststore.Unknown, "the proxy has no CA yet")
+			return w.settle(c.mount, knownSettled)
+		}
+		report, stores, err := e.bind(c, p, ca)
+		if err != nil {
+			return err
+		}
+		if ctx.Err() != nil {
+			c.lateStart = true // the process has gone on
+			defer e.config.Changed(c.pod.uid)
+		}
+		c.judge(report)
+		c.mu.Lock()
+		c.stores = stores
+		c.mu.Unlock()
 		return w.settle(c.mount, knownSettled)
-	}
-	report, stores, err := e.bind(ctx, p, ca)
-	if err == nil && ctx.Err() != nil {
-		err = fmt.Errorf("its file system does not respond within %s", deadline)
-	}
+	})
 	if err != nil {
 		c.set(truststore.Unknown, err.Error())
-		return err
 	}
-	c.judge(report)
-	c.mu.Lock()
-	c.stores = stores
-	c.mu.Unlock()
-	return w.settle(c.mount, knownSettled)
+	return err
 }
 
 // equipRunning makes a container trust the CA while its programs run.
@@ -173,9 +180,9 @@ func (e *Engine) equipRunning(w *watcher, c *container) {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
 	if err := e.equip(ctx, w, c, c.first); err != nil && !c.first.ended() {
-		e.warn(c.pod, c.name, err)
+		c.pod.warn(e.config.Log, c.name, err)
 	}
-	e.config.Changed(c.pod)
+	e.config.Changed(c.pod.uid)
 }
 
 // boundStores returns the paths of the stores that have the CA, or had it before an updater.
@@ -208,19 +215,20 @@ func (c *container) judge(report truststore.Report) {
 	c.set(state, note)
 }
 
-// bind mounts copies with the CA over the stores of the container of a process, and returns the paths of the mounts.
-func (e *Engine) bind(ctx context.Context, p *process, ca []byte) (truststore.Report, []string, error) {
+// bind mounts copies with the CA over the stores of the container of a process, and returns the paths of the mounts. It
+// does not return while a file system there hangs.
+func (e *Engine) bind(c *container, p *process, ca []byte) (truststore.Report, []string, error) {
 	root, namespace, err := p.openContainer()
 	if err != nil {
 		return truststore.Report{}, nil, err
 	}
 	defer func() { _, _ = root.Close(), namespace.Close() }() // only looked through
-	copies := newCopies()
+	copies := newCopies(&c.pod.tmpfs)
 	defer copies.close()
 	bind := &truststore.Bind{
 		Copy: copies.New, Mountinfo: func() ([]byte, error) { return p.read("mountinfo") },
 	}
-	report := truststore.Add(ctx, fmt.Sprintf("/proc/self/fd/%d", root.Fd()), ca, truststore.Options{
+	report := truststore.Add(context.Background(), fmt.Sprintf("/proc/self/fd/%d", root.Fd()), ca, truststore.Options{
 		Named: trust.NamedStores(p.environment()), Enter: func() error { return enter(namespace) }, Bind: bind,
 	})
 	stores, err := bind.Mounted()
@@ -253,21 +261,37 @@ func enter(namespace *os.File) error {
 	return nil
 }
 
+// maxBusy bounds the updaters of a container that are waited for.
+const maxBusy = 16
+
 // stepAside takes the mounts away for an updater, until that ends.
-func (e *Engine) stepAside(w *watcher, c *container, p *process) error {
-	c.working.Lock()
-	defer c.working.Unlock()
-	updater, err := p.again()
+func (e *Engine) stepAside(ctx context.Context, w *watcher, c *container, p *process) error {
+	err := c.alone(ctx, func() error {
+		updater, err := p.again()
+		if err != nil {
+			return err
+		}
+		if c.hasUpdater() && len(c.busy) == maxBusy || !e.comeBack(w, c, updater) {
+			updater.close()
+			return nil
+		}
+		c.busy = append(c.busy, updater)
+		c.settled.Store(false)
+		c.set(truststore.FilesOnly, "an updater of its trust stores runs")
+		if err := w.settle(c.mount, knownAside); err != nil {
+			return err
+		}
+		return unbind(p)
+	})
 	if err != nil {
 		return fmt.Errorf("stepping aside for an updater: %w", err)
 	}
-	c.busy = append(c.busy, updater)
-	c.settled.Store(false)
-	c.set(truststore.FilesOnly, "an updater of its trust stores runs")
-	if err := w.settle(c.mount, knownAside); err != nil {
-		return err
-	}
-	go e.comeBack(w, c, updater)
+	return nil
+}
+
+// unbind takes the mounts over the stores of the container of a process away. It does not return while a file system
+// there hangs.
+func unbind(p *process) error {
 	root, namespace, err := p.openContainer()
 	if err != nil {
 		return err
@@ -278,14 +302,34 @@ func (e *Engine) stepAside(w *watcher, c *container, p *process) error {
 		func() error { return enter(namespace) })
 }
 
-// comeBack brings the mounts back when an updater has ended.
-func (e *Engine) comeBack(w *watcher, c *container, updater *process) {
-	defer updater.close()
-	if err := updater.await(); err != nil {
-		e.warnOfEnd(c, err)
-		return
+// comeBack brings the mounts back when an updater has ended. It reports false if the container is forgotten.
+func (e *Engine) comeBack(w *watcher, c *container, updater *process) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if c.known.Err() != nil {
+		return false
 	}
-	if e.has(w, c) {
-		e.equipRunning(w, c)
+	e.lasting.Go(func() {
+		defer updater.close()
+		err := updater.await(c.known)
+		switch {
+		case c.known.Err() != nil:
+		case err != nil:
+			e.warnOfEnd(c, err)
+		default:
+			e.equipRunning(w, c)
+		}
+	})
+	return true
+}
+
+// release takes the mounts away from a container that is forgotten, by one of its processes.
+func (e *Engine) release(c *container, p *process) {
+	defer p.close()
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	if err := c.alone(ctx, func() error { return unbind(p) }); err != nil && !p.ended() {
+		e.config.Log.Warn("mounts stay over the trust stores of a nested container", "uid", c.pod.uid,
+			"container", c.name, "err", err)
 	}
 }

@@ -13,12 +13,8 @@ import (
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
-const (
-	// maxArguments bounds the arguments that are looked at: a program with more of them counts as an updater.
-	maxArguments = 1024
-	// maxLooks bounds the editors that are looked at, also those that a hanging file system keeps.
-	maxLooks = 32
-)
+// maxArguments bounds the arguments that are looked at: a program with more of them counts as an updater.
+const maxArguments = 1024
 
 // isUpdate reports whether a program changes a trust store, by its arguments. One with a hanging file system goes on.
 func (e *Engine) isUpdate(ctx context.Context, c *container, p *process, name string) bool {
@@ -27,13 +23,13 @@ func (e *Engine) isUpdate(ctx context.Context, c *container, p *process, name st
 		return false
 	}
 	select {
-	case e.looks <- struct{}{}:
+	case c.pod.looks <- struct{}{}:
 	default:
 		return false
 	}
 	done := make(chan bool, 1)
 	go func() {
-		defer func() { <-e.looks }()
+		defer func() { <-c.pod.looks }()
 		touches, err := p.updates(name, stores)
 		if err != nil && !p.ended() {
 			e.config.Log.Warn("it is not known whether a program changes a trust store", "err", err)

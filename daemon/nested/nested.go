@@ -102,8 +102,6 @@ type Container struct {
 const (
 	// deadline bounds how long a process is stopped. It takes milliseconds, and more on a node that has no time.
 	deadline = 5 * time.Second
-	// maxAtOnce bounds the processes that are looked at at the same time.
-	maxAtOnce = 8
 	// maxContainers bounds the containers of a pod that are remembered.
 	maxContainers = 1024
 	// refreshInterval is the time between looks at the addresses of containers: a Docker may connect them to more
@@ -116,8 +114,6 @@ const (
 // Engine makes nested containers trust the CA.
 type Engine struct {
 	config Config
-	slots  chan struct{}
-	looks  chan struct{}  // as slots, for editors
 	work   sync.WaitGroup // the looks that go on
 	// parents are those of processes that were stopped.
 	parents *parents
@@ -127,22 +123,21 @@ type Engine struct {
 	// numbers is true if the kernel tells the number of the mount namespace of a process.
 	numbers bool
 
-	mu         sync.Mutex // guards the fields below
-	running    bool       // between the start and the end of Run
-	pods       map[uint32]string
-	watcher    *watcher // nil while no pod is watched, or if that is not possible
-	problem    string   // the reason why not
+	mu         sync.Mutex             // guards the fields below
+	running    bool                   // between the start and the end of Run
+	pods       map[uint32]*watchedPod // by the inode of the netns
+	watcher    *watcher               // nil while no pod is watched, or if that is not possible
+	problem    string                 // the reason why not
 	containers map[uint64]*container
-	lines      map[string]*throttle.Lines // by the UID of the pod
-	lasting    sync.WaitGroup             // the readers, and the looks for processes that stay stopped
+	// lasting are the readers, the looks for processes that stay stopped, and the waits for the end of processes.
+	lasting sync.WaitGroup
 }
 
 // New makes an engine. Run does the work.
 func New(config Config) *Engine {
 	e := &Engine{
-		config: config, slots: make(chan struct{}, maxAtOnce), looks: make(chan struct{}, maxLooks),
-		numbers: tellsNumbers(),
-		pods:    map[uint32]string{}, containers: map[uint64]*container{}, lines: map[string]*throttle.Lines{},
+		config: config, numbers: tellsNumbers(),
+		pods: map[uint32]*watchedPod{}, containers: map[uint64]*container{},
 	}
 	e.parents = newParents(config.Proc, e.letGo)
 	e.interval, e.patience = resumeInterval, deadline+time.Second
@@ -154,8 +149,8 @@ func (e *Engine) Run(ctx context.Context) error {
 	e.lasting.Go(func() { e.resumeLeft(ctx) })
 	e.mu.Lock()
 	e.running = true
+	e.watchLocked(e.pods)
 	e.mu.Unlock()
-	e.Watch(e.watched())
 	refresh := time.NewTicker(refreshInterval)
 	defer refresh.Stop()
 	for {
@@ -170,15 +165,19 @@ func (e *Engine) Run(ctx context.Context) error {
 			e.lasting.Wait()
 			e.work.Wait()
 			e.parents.finish()
+			for _, pod := range e.pods {
+				pod.tmpfs.close()
+			}
 			return nil
 		}
 	}
 }
 
-func (e *Engine) watched() map[uint32]string {
+// watches reports whether any pods are to be watched.
+func (e *Engine) watches() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.pods
+	return len(e.pods) > 0
 }
 
 // resumeLeft lets processes go on that this daemon or an earlier one has left behind, now and at intervals.
@@ -196,7 +195,7 @@ func (e *Engine) resumeLeft(ctx context.Context) {
 		if count > 0 {
 			e.config.Log.Warn("processes that a daemon had stopped go on", "processes", count)
 		}
-		for done := false; !done; done = len(e.watched()) > 0 {
+		for done := false; !done; done = e.watches() {
 			select {
 			case <-again.C:
 			case <-ctx.Done():
@@ -227,39 +226,42 @@ func (e *Engine) warnOfStopped(err error) {
 }
 
 // Watch sets the pods whose nested containers are to trust the CA: their UIDs by the inode of their netns. Containers
-// that run already are looked at.
+// that run already are looked at. Those of other pods lose their mounts.
 func (e *Engine) Watch(pods map[uint32]string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	before := e.pods
-	e.pods = pods
+	e.pods = map[uint32]*watchedPod{}
+	fresh := map[uint32]*watchedPod{}
+	for netns, uid := range pods {
+		if p := before[netns]; p != nil && p.uid == uid {
+			e.pods[netns] = p
+			continue
+		}
+		fresh[netns] = newWatchedPod(uid)
+		e.pods[netns] = fresh[netns]
+	}
+	for netns, p := range before {
+		if e.pods[netns] != p {
+			e.unwatchLocked(netns, p)
+		}
+	}
+	if e.watcher == nil {
+		fresh = e.pods
+	}
+	e.watchLocked(fresh)
+}
+
+// watchLocked watches fresh pods, if the engine runs.
+func (e *Engine) watchLocked(fresh map[uint32]*watchedPod) {
 	switch {
 	case !e.running:
-		return
-	case len(pods) == 0:
+	case len(e.pods) == 0:
 		e.stopLocked()
-		return
-	case e.watcher == nil:
-		if !e.startLocked() {
-			return
+	case e.watcher != nil || e.startLocked():
+		if w := e.watcher; len(fresh) > 0 {
+			e.work.Go(func() { e.begin(w, fresh) })
 		}
-		before = nil
-	}
-	fresh := map[uint32]string{}
-	for netns, uid := range pods {
-		if _, ok := before[netns]; !ok {
-			fresh[netns] = uid
-		}
-	}
-	for netns, uid := range before {
-		if _, ok := pods[netns]; !ok {
-			e.unwatchLocked(netns)
-			delete(e.lines, uid)
-		}
-	}
-	if len(fresh) > 0 {
-		w := e.watcher
-		e.work.Go(func() { e.begin(w, fresh) })
 	}
 }
 
@@ -300,17 +302,36 @@ func (e *Engine) stopLocked() {
 	if err := e.watcher.reader.Flush(); err != nil {
 		e.config.Log.Error("nested containers are watched on", "err", err)
 	}
+	e.forgetAllLocked()
+}
+
+// forgetAllLocked forgets the watcher and all containers. These keep their mounts.
+func (e *Engine) forgetAllLocked() {
 	e.watcher = nil
+	for _, c := range e.containers {
+		c.forget()
+	}
 	e.containers = map[uint64]*container{}
 }
 
-func (e *Engine) unwatchLocked(netns uint32) {
+// unwatchLocked watches a pod no more, and takes the mounts away from its containers.
+func (e *Engine) unwatchLocked(netns uint32, pod *watchedPod) {
+	pod.tmpfs.close()
+	if e.watcher == nil {
+		return
+	}
 	if err := e.watcher.unwatch(netns); err != nil {
 		e.config.Log.Error("nested containers are watched on", "err", err)
 	}
 	for id, c := range e.containers {
-		if c.netns == netns {
-			delete(e.containers, id)
+		if c.pod != pod {
+			continue
+		}
+		delete(e.containers, id)
+		p, err := c.first.again()
+		c.forget()
+		if err == nil { // else it has ended
+			e.work.Go(func() { e.release(c, p) })
 		}
 	}
 }
@@ -340,10 +361,10 @@ func (e *Engine) fail(w *watcher, err error) {
 	e.mu.Lock()
 	var pods []string
 	if e.watcher == w {
-		e.watcher, e.problem = nil, err.Error()
-		e.containers = map[uint64]*container{}
-		for _, uid := range e.pods {
-			pods = append(pods, uid)
+		e.forgetAllLocked()
+		e.problem = err.Error()
+		for _, pod := range e.pods {
+			pods = append(pods, pod.uid)
 		}
 	}
 	e.mu.Unlock()
@@ -379,7 +400,7 @@ func (e *Engine) handle(w *watcher, ev event) {
 	}
 	c, err := e.find(w, p, ev, pod)
 	if err != nil {
-		e.warn(pod, "", err)
+		pod.warn(e.config.Log, "", err)
 		return
 	}
 	if c == nil {
@@ -390,51 +411,28 @@ func (e *Engine) handle(w *watcher, ev event) {
 	if !updates && c.settled.Load() && ev.Flags&flagLook == 0 {
 		return // most of them: nothing has changed, and nothing is to be told
 	}
-	select {
-	case e.slots <- struct{}{}:
-		defer func() { <-e.slots }()
-	case <-ctx.Done():
-		c.set(truststore.Unknown, "too many containers start at the same time")
-		return
-	}
 	before := c.state()
 	if updates {
-		err = e.stepAside(w, c, p)
+		err = e.stepAside(ctx, w, c, p)
 	} else {
 		err = e.equip(ctx, w, c, c.inRoot(p))
 	}
 	if err != nil && !p.ended() {
-		e.warn(c.pod, c.name, err)
+		pod.warn(e.config.Log, c.name, err)
 	}
 	now := c.state()
 	if ev.Flags&flagLook != 0 && !updates && now.State == before.State && now.Note == before.Note {
 		return // as most looks end
 	}
-	e.config.Changed(c.pod)
+	e.config.Changed(pod.uid)
 	e.config.Tell()
-}
-
-// warn logs that a container in a pod is not given the CA, unless there was such a line just now: a pod can cause it at
-// any rate.
-func (e *Engine) warn(pod, container string, err error) {
-	e.mu.Lock()
-	lines := e.lines[pod]
-	if lines == nil {
-		lines = &throttle.Lines{}
-		e.lines[pod] = lines
-	}
-	e.mu.Unlock()
-	if count, due := lines.Due("not given"); due {
-		e.config.Log.Warn("a nested container is not given the CA", "uid", pod, "container", container, "err", err,
-			"count", count)
-	}
 }
 
 // name is that of the program, or the beginning of it.
 func (ev event) name() string { return strings.TrimRight(string(ev.Name[:]), "\x00") }
 
 // find returns the container of a process, or nil if the process is none that is to be looked at.
-func (e *Engine) find(w *watcher, p *process, ev event, pod string) (*container, error) {
+func (e *Engine) find(w *watcher, p *process, ev event, pod *watchedPod) (*container, error) {
 	e.mu.Lock()
 	c := e.containers[ev.Mount]
 	e.mu.Unlock()
@@ -453,7 +451,7 @@ func (e *Engine) find(w *watcher, p *process, ev event, pod string) (*container,
 	if own {
 		return nil, w.settle(ev.Mount, knownOwn)
 	}
-	if len(e.of(pod)) >= maxContainers {
+	if len(e.of(pod.uid)) >= maxContainers {
 		return nil, fmt.Errorf("the pod has %d nested containers, and no more are looked at", maxContainers)
 	}
 	first, late := p, false
@@ -502,7 +500,8 @@ func isOwn(proc string, p, owner *process) (bool, error) {
 	return same, err
 }
 
-// add remembers a container until its first process ends.
+// add remembers a container until its first process ends. It returns the container that is remembered, or nil if the
+// pod is not watched any more.
 func (e *Engine) add(w *watcher, c *container) *container {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -510,38 +509,35 @@ func (e *Engine) add(w *watcher, c *container) *container {
 		c.first.close()
 		return other
 	}
-	if e.watcher != w {
+	if e.watcher != w || e.pods[c.netns] != c.pod {
 		c.first.close()
 		return nil
 	}
 	e.containers[c.mount] = c
-	go e.forgetAtEnd(w, c)
+	c.known, c.forget = context.WithCancel(context.Background())
+	e.lasting.Go(func() { e.forgetAtEnd(w, c) })
 	return c
 }
 
-// has reports whether a container is still looked after.
-func (e *Engine) has(w *watcher, c *container) bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.watcher == w && e.containers[c.mount] == c
-}
-
+// forgetAtEnd forgets a container when its first process ends.
 func (e *Engine) forgetAtEnd(w *watcher, c *container) {
 	defer c.first.close()
-	err := c.first.await()
+	err := c.first.await(c.known)
 	e.mu.Lock()
-	was := err == nil && e.containers[c.mount] == c && e.watcher == w
-	if was {
+	if c.known.Err() != nil {
+		e.mu.Unlock()
+		return
+	}
+	if err == nil {
 		delete(e.containers, c.mount)
+		c.forget()
 		err = w.forget(c.mount)
 	}
 	e.mu.Unlock()
 	if err != nil {
 		e.warnOfEnd(c, err)
 	}
-	if was {
-		e.config.Changed(c.pod)
-	}
+	e.config.Changed(c.pod.uid)
 }
 
 func (e *Engine) warnOfEnd(c *container, err error) {
@@ -565,7 +561,7 @@ func (e *Engine) of(podUID string) []*container {
 	defer e.mu.Unlock()
 	var found []*container
 	for _, c := range e.containers {
-		if podUID == "" || c.pod == podUID {
+		if podUID == "" || c.pod.uid == podUID {
 			found = append(found, c)
 		}
 	}
@@ -582,9 +578,18 @@ func (e *Engine) Update() {
 	e.mu.Unlock()
 }
 
+// updateAll looks at all containers, those of each pod one after another.
 func (e *Engine) updateAll(w *watcher) {
+	of := map[*watchedPod][]*container{}
 	for _, c := range e.of("") {
-		e.equipRunning(w, c)
+		of[c.pod] = append(of[c.pod], c)
+	}
+	for _, containers := range of {
+		e.work.Go(func() {
+			for _, c := range containers {
+				e.equipRunning(w, c)
+			}
+		})
 	}
 }
 
@@ -593,7 +598,7 @@ func (e *Engine) refresh() {
 	changed := map[string]bool{}
 	for _, c := range e.of("") {
 		if c.refresh() {
-			changed[c.pod] = true
+			changed[c.pod.uid] = true
 		}
 	}
 	for pod := range changed {

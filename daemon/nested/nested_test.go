@@ -2,8 +2,11 @@ package nested
 
 import (
 	"context"
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -168,6 +171,32 @@ func TestRunningWithNetwork(t *testing.T) {
 	}
 }
 
+// TestUpdaterRunsAtStart: an updater that started while no daemon ran can replace a store. The CA is back at its end.
+func TestUpdaterRunsAtStart(t *testing.T) {
+	p := newPod(t)
+	must(t, os.Remove(filepath.Join(p.root, "bin/dpkg")))
+	p.addScript("bin/dpkg", "#!/bin/sh\necho up >/out; while [ ! -e /tmp/go ]; do sleep 0.1; done\n"+
+		"busybox cp /"+store+" /tmp/new && busybox mv /tmp/new /"+store+"\n")
+	p.start("dpkg; echo $? >/out; while [ -e /tmp/go ]; do sleep 0.1; done; " + countCA)
+	testbed.Eventually(t, "the updater runs", func() bool { return p.output() != "" })
+	e := newEngine(t, p)
+	if containers, _ := e.State("uid"); len(containers) != 1 || containers[0].State != truststore.FilesOnly {
+		t.Errorf("got %+v, want a container with an updater", containers)
+	}
+	goOn := filepath.Join(p.root, "tmp/go")
+	must(t, os.WriteFile(goOn, nil, 0o644))
+	testbed.Eventually(t, "the container has the CA after the updater", func() bool {
+		containers, _ := e.State("uid")
+		return len(containers) == 1 && strings.Contains(containers[0].Note, "while it ran")
+	})
+	must(t, os.Remove(goOn))
+	p.wantEnded(1)
+	if got := p.output(); got != "0\n1\n" {
+		t.Errorf("got %q, want an updater that ends with 0, and the CA once", got)
+	}
+	p.wantStore()
+}
+
 // TestRunningOnAnOlderKernel: a container that runs when the daemon starts is looked at when it starts a program.
 func TestRunningOnAnOlderKernel(t *testing.T) {
 	p := newPod(t)
@@ -211,6 +240,69 @@ func TestEnd(t *testing.T) {
 	p.wantEnded(4)
 	if got := p.output(); got != "1\n0\n1\n0\n" {
 		t.Errorf("the stores have the CA %q times, want once while the engine runs", got)
+	}
+}
+
+// TestOptOut: the mounts go away from the containers that run in a pod that is not watched any more.
+func TestOptOut(t *testing.T) {
+	for name, others := range map[string]map[uint32]string{"the last pod": nil, "one of two": {1: "other"}} {
+		t.Run(name, func(t *testing.T) {
+			p := newPod(t)
+			e := newEngine(t, p)
+			p.start(countCA + "; while [ ! -e /tmp/go ]; do sleep 0.1; done; " + countCA + "; exit 0")
+			testbed.Eventually(t, "the container runs", func() bool { return p.output() == "1\n" })
+			e.Watch(others)
+			e.work.Wait()
+			must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))
+			p.wantEnded(1)
+			if got := p.output(); got != "1\n0\n" {
+				t.Errorf("the store has the CA %q times, want once and never after the pod has opted out", got)
+			}
+			if containers, _ := e.State("uid"); len(containers) != 0 {
+				t.Errorf("got %+v, want no container", containers)
+			}
+		})
+	}
+}
+
+// TestCopies: the containers of a pod share a tmpfs of bounded size.
+func TestCopies(t *testing.T) {
+	p := newPod(t)
+	must(t, os.Symlink("busybox", filepath.Join(p.root, "bin/stat")))
+	newEngine(t, p)
+	for range 2 {
+		p.start("stat -c %d /" + store + " >>/out; stat -f -c \"%S %b\" /" + store + " >>/out")
+	}
+	p.wantEnded(2)
+	got := strings.Split(strings.TrimSpace(p.output()), "\n")
+	if len(got) != 4 || got[0] != got[2] {
+		t.Errorf("got %q, want the same device twice", got)
+	}
+	var block, blocks int
+	if _, err := fmt.Sscan(got[1], &block, &blocks); err != nil || block*blocks != tmpfsSize {
+		t.Errorf("the size is %d times %d bytes (%v), want %d", blocks, block, err, tmpfsSize)
+	}
+}
+
+// TestBusyMachine: containers have the CA at their first instruction also on a machine that has no time.
+func TestBusyMachine(t *testing.T) {
+	for range 4 * runtime.NumCPU() {
+		busy := exec.Command("/bin/busybox", "sh", "-c", "while :; do :; done")
+		must(t, busy.Start())
+		t.Cleanup(func() {
+			_ = busy.Process.Kill() // it runs
+			_ = busy.Wait()
+		})
+	}
+	p := newPod(t)
+	newEngine(t, p)
+	const starts = 100
+	for range starts {
+		p.start(countCA)
+	}
+	p.wantEnded(starts)
+	if got, want := p.output(), strings.Repeat("1\n", starts); got != want {
+		t.Errorf("the stores have the CA %q times, want %q", got, want)
 	}
 }
 

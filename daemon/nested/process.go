@@ -2,6 +2,7 @@ package nested
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -103,6 +104,12 @@ func (p *process) stat() (s stat, err error) {
 	return stat{state: fields[0][0], parent: uint32(parent), start: start}, nil
 }
 
+// name is that of the program that the process runs, as the kernel keeps it.
+func (p *process) name() (string, error) {
+	data, err := p.read("comm")
+	return strings.TrimSuffix(string(data), "\n"), err
+}
+
 // maxProcFile bounds a file of a process.
 const maxProcFile = 4 << 20
 
@@ -133,16 +140,17 @@ func (p *process) open(name string, flags int) (*os.File, error) {
 	return f, err
 }
 
-// inode is the inode at the end of a link of the process.
+// inode is the inode at the end of a link of the process. A FUSE server of the pod is not asked for it: it may never
+// answer.
 func (p *process) inode(name string) (device, inode uint64, err error) {
-	var info unix.Stat_t
+	var info unix.Statx_t
 	err = p.use(func(dir int) error {
-		if err := unix.Fstatat(dir, name, &info, 0); err != nil {
+		if err := unix.Statx(dir, name, unix.AT_STATX_DONT_SYNC, unix.STATX_INO, &info); err != nil {
 			return &os.PathError{Op: "stat", Path: filepath.Join(p.dir.Name(), name), Err: err}
 		}
 		return nil
 	})
-	return info.Dev, info.Ino, err
+	return unix.Mkdev(info.Dev_major, info.Dev_minor), info.Ino, err
 }
 
 // sameInode reports whether links of two processes lead to the same file.
@@ -198,8 +206,8 @@ func (p *process) isFirst() bool {
 	return false
 }
 
-// await waits for the end of the process. It does not take a thread.
-func (p *process) await() error {
+// await waits for the end of the process, or of ctx. It does not take a thread.
+func (p *process) await(ctx context.Context) error {
 	pid, err := strconv.Atoi(filepath.Base(p.dir.Name()))
 	if err != nil {
 		return fmt.Errorf("waiting for process %s: %w", p.dir.Name(), err)
@@ -213,6 +221,7 @@ func (p *process) await() error {
 	}
 	f := os.NewFile(uintptr(fd), "pidfd")
 	defer func() { _ = f.Close() }() // only waited for
+	defer context.AfterFunc(ctx, func() { _ = f.Close() })()
 	if p.ended() {
 		return nil // the descriptor may be that of another process
 	}
@@ -224,7 +233,7 @@ func (p *process) await() error {
 			return err == nil && n > 0
 		})
 	}
-	if err != nil {
+	if err = cmp.Or(ctx.Err(), err); err != nil {
 		return fmt.Errorf("waiting for process %d: %w", pid, err)
 	}
 	return nil

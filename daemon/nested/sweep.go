@@ -1,6 +1,7 @@
 package nested
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -12,11 +13,11 @@ import (
 
 // begin begins to watch pods. Containers that run before are found first: their next program is not their first. Those
 // that start meanwhile are found then.
-func (e *Engine) begin(w *watcher, pods map[uint32]string) {
+func (e *Engine) begin(w *watcher, pods map[uint32]*watchedPod) {
 	e.sweep(w, pods)
 	e.mu.Lock()
-	for netns, uid := range pods {
-		if e.watcher != w || e.pods[netns] != uid {
+	for netns, pod := range pods {
+		if e.watcher != w || e.pods[netns] != pod {
 			continue
 		}
 		if err := w.watch(netns); err != nil {
@@ -27,8 +28,16 @@ func (e *Engine) begin(w *watcher, pods map[uint32]string) {
 	e.sweep(w, pods)
 }
 
-// sweep looks at the nested containers that run already in pods.
-func (e *Engine) sweep(w *watcher, pods map[uint32]string) {
+// running is a nested container that runs when it is looked for.
+type running struct {
+	c     *container
+	known bool // since before
+	// writers are those of its processes that may write trust stores, by their names.
+	writers []*process
+}
+
+// sweep looks at the nested containers that run already in pods, those of each pod one after another.
+func (e *Engine) sweep(w *watcher, pods map[uint32]*watchedPod) {
 	if !e.numbers {
 		return
 	}
@@ -36,16 +45,59 @@ func (e *Engine) sweep(w *watcher, pods map[uint32]string) {
 	if err != nil {
 		e.config.Log.Warn("a nested container is not given the CA", "err", err)
 	}
-	for _, c := range found {
-		c.lateStart = true // before others see it
-		if e.add(w, c) == c {
-			e.equipRunning(w, c)
+	of := map[*watchedPod][]*running{}
+	for _, r := range found {
+		r.c.lateStart = true // before others see it
+		c := e.add(w, r.c)
+		r.known, r.c = c != r.c, c
+		if c == nil {
+			r.close()
+			continue
 		}
+		of[c.pod] = append(of[c.pod], r)
+	}
+	for _, containers := range of {
+		e.work.Go(func() {
+			for _, r := range containers {
+				e.begun(w, r)
+			}
+		})
 	}
 }
 
-// list lists the nested containers of pods, each with one of its processes.
-func (e *Engine) list(pods map[uint32]string) ([]*container, error) {
+func (r *running) close() {
+	for _, p := range r.writers {
+		p.close()
+	}
+}
+
+// begun gives a container that runs the CA, unless it is known. An updater that has started unseen is waited for.
+func (e *Engine) begun(w *watcher, r *running) {
+	defer r.close()
+	for _, p := range r.writers {
+		e.waitForWriter(w, r.c, p)
+	}
+	if !r.known {
+		e.equipRunning(w, r.c)
+	}
+}
+
+// waitForWriter steps aside for a process that may write trust stores, if it does.
+func (e *Engine) waitForWriter(w *watcher, c *container, p *process) {
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	name, err := p.name()
+	if err == nil && (isUpdater(name) || e.isUpdate(ctx, c, p, name)) {
+		err = e.stepAside(ctx, w, c, p)
+		e.config.Changed(c.pod.uid)
+	}
+	if err != nil && !p.ended() {
+		c.pod.warn(e.config.Log, c.name, err)
+	}
+}
+
+// list lists the nested containers of pods, by the numbers of their mount namespaces.
+func (e *Engine) list(pods map[uint32]*watchedPod) (map[uint64]*running, error) {
 	own, err := inodeOf("/proc/self/ns/pid")
 	if err != nil {
 		return nil, err
@@ -61,42 +113,55 @@ func (e *Engine) list(pods map[uint32]string) ([]*container, error) {
 			p.close()
 		}
 	}
-	var found []*container
+	found := map[uint64]*running{}
 	for _, p := range l.processes {
-		c, err := e.listed(&l, p, pods)
-		if err != nil && !p.ended() {
+		if err := e.note(found, &l, p, pods); err != nil && !p.ended() {
 			return found, err
-		}
-		if c != nil {
-			found = append(found, c)
 		}
 	}
 	return found, nil
 }
 
-// listed returns the container of a process if it is one in these pods that no other process has shown.
-func (e *Engine) listed(l *lister, p *process, pods map[uint32]string) (*container, error) {
+// note notes the container of a process, if it is one in these pods.
+func (e *Engine) note(found map[uint64]*running, l *lister, p *process, pods map[uint32]*watchedPod) error {
 	owner := l.inits[l.ownerOf(p)]
 	if owner == nil {
-		return nil, nil //nolint:nilnil // no container
+		return nil
 	}
 	_, inode, err := owner.inode("ns/net")
 	if err != nil {
-		return nil, err
+		return err
 	}
 	netns := uint32(inode)
-	uid, wanted := pods[netns]
+	pod, wanted := pods[netns]
 	if !wanted {
-		return nil, nil //nolint:nilnil // no container
+		return nil
 	}
 	if own, err := isOwn(e.config.Proc, p, owner); err != nil || own {
-		return nil, err
+		return err
 	}
 	mount, err := p.mountNumber()
-	if err != nil || l.isSeen(mount) {
-		return nil, err
+	if err != nil {
+		return err
 	}
-	return newContainer(p, mount, netns, uid)
+	r := found[mount]
+	if r == nil {
+		c, err := newContainer(p, mount, netns, pod)
+		if err != nil {
+			return err
+		}
+		r = &running{c: c}
+		found[mount] = r
+	}
+	name, err := p.name()
+	if err != nil || !isUpdater(name) && !slices.Contains(byArguments, name) {
+		return err
+	}
+	writer, err := p.again()
+	if err == nil {
+		r.writers = append(r.writers, writer)
+	}
+	return err
 }
 
 // lister finds the pods' own containers of processes.
@@ -105,7 +170,6 @@ type lister struct {
 	owners    map[uint64]uint64   // of a PID namespace: the one above it that is right below own, or 0
 	inits     map[uint64]*process // the first processes of those
 	processes []*process          // in other PID namespaces than own
-	seen      []uint64            // mount namespaces
 }
 
 func (l *lister) close() {
@@ -196,14 +260,6 @@ func inodeOfFile(f *os.File) (uint64, error) {
 		return 0, &os.PathError{Op: "stat", Path: f.Name(), Err: err}
 	}
 	return info.Ino, nil
-}
-
-func (l *lister) isSeen(mount uint64) bool {
-	if slices.Contains(l.seen, mount) {
-		return true
-	}
-	l.seen = append(l.seen, mount)
-	return false
 }
 
 // getMountNumber is the ioctl NS_GET_MNTNS_ID of linux/nsfs.h, since Linux 6.11.

@@ -20,6 +20,8 @@ const (
 	maxPath = 4096
 	// maxStore bounds the size of a store; 10,000 certificates in PEM are about 20 MiB.
 	maxStore = 32 << 20
+	// maxBound bounds one that is mounted over: a daemon reads it, and keeps the copy in memory.
+	maxBound = 4 << 20
 )
 
 // root is the root of a container's file system. Every path is resolved inside of it.
@@ -194,6 +196,13 @@ func (r *root) newPlace(name string, dir *os.File, base string) (*place, error) 
 	return &place{location: where, path: name, dir: dir}, nil
 }
 
+func (r *root) maxStore() uint64 {
+	if r.bind != nil {
+		return maxBound
+	}
+	return maxStore
+}
+
 // openRegular opens the file at a place to be read. Opening a FIFO waits and opening a device acts, so neither is done.
 func (r *root) openRegular(p *place) (*os.File, error) {
 	handle, err := openNoFollow(p.dir, p.name, unix.O_PATH)
@@ -208,8 +217,8 @@ func (r *root) openRegular(p *place) (*os.File, error) {
 	if info.Mode&unix.S_IFMT != unix.S_IFREG {
 		return nil, fmt.Errorf("%s is not a regular file (mode %o)", p.path, info.Mode)
 	}
-	if info.Size > maxStore {
-		return nil, fmt.Errorf("%s has %d bytes, more than %d", p.path, info.Size, maxStore)
+	if most := r.maxStore(); info.Size > most {
+		return nil, fmt.Errorf("%s has %d bytes, more than %d", p.path, info.Size, most)
 	}
 	if err := r.refuse(handle); err != nil {
 		return nil, err

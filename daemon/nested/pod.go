@@ -1,0 +1,97 @@
+package nested
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+
+	"github.com/sluice-cni/sluice/daemon/throttle"
+)
+
+// watchedPod is a pod whose nested containers are to trust the CA. Its bounds keep it from taking the daemon's threads and
+// memory: those of other pods are not touched.
+type watchedPod struct {
+	uid   string
+	lines throttle.Lines // about its containers
+	// turns are taken by those who work in its containers, and looks by those who look at the arguments of its
+	// programs.
+	turns, looks chan struct{}
+	silent       atomic.Int32 // the turns whose work hangs
+	tmpfs        tmpfs
+}
+
+const (
+	// maxTurns bounds the containers of a pod that are worked in at the same time.
+	maxTurns = 4
+	// maxLooks bounds the programs of a pod whose arguments are looked at, at the same time.
+	maxLooks = 8
+)
+
+func newWatchedPod(uid string) *watchedPod {
+	return &watchedPod{uid: uid, turns: make(chan struct{}, maxTurns), looks: make(chan struct{}, maxLooks)}
+}
+
+var (
+	// errSilent is the error about a container with a file system that hangs.
+	errSilent = fmt.Errorf("its file system does not respond within %s", deadline)
+	// errBusy is the error about a pod whose turns are all taken.
+	errBusy = errors.New("too many containers start at the same time, or do not respond")
+)
+
+// alone calls do for the work in a container, which nobody else does meanwhile. It returns at the end of ctx also if do
+// does not, because a file system in the container hangs. The container, and a turn of its pod, are taken until do has
+// returned, and nobody waits for them.
+func (c *container) alone(ctx context.Context, do func() error) error {
+	if c.silent.Load() > 0 {
+		return errSilent
+	}
+	select {
+	case c.working <- struct{}{}:
+	case <-ctx.Done():
+		return errSilent
+	}
+	if c.pod.silent.Load() == maxTurns {
+		<-c.working
+		return errBusy
+	}
+	select {
+	case c.pod.turns <- struct{}{}:
+	case <-ctx.Done():
+		<-c.working
+		return errBusy
+	}
+	done := make(chan error, 1)
+	var over atomic.Bool      // by the end of do or of ctx
+	silent := func(n int32) { // they are counters because both ends may come at the same time
+		c.silent.Add(n)
+		c.pod.silent.Add(n)
+	}
+	go func() { // it ends when the file system responds, or its server is gone
+		err := do()
+		if over.Swap(true) {
+			silent(-1)
+		}
+		<-c.pod.turns
+		<-c.working
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		if !over.Swap(true) {
+			silent(1)
+		}
+		return errSilent
+	}
+}
+
+// warn logs that a container is not given the CA, unless there was such a line just now: a pod can cause it at any rate.
+func (p *watchedPod) warn(log *slog.Logger, container string, err error) {
+	if count, due := p.lines.Due("not given"); due {
+		log.Warn("a nested container is not given the CA", "uid", p.uid, "container", container, "err", err,
+			"count", count)
+	}
+}
