@@ -53,7 +53,7 @@ trust-table: build ## * Test which clients of which images trust the proxy's CA;
 nested-table: build bin/tools/buildkitd ## * Test clients in containers of Docker; write bin/images/nested.md
 	integration/setup.sh trust-table
 	integration/images.sh install debian12 debian13 alpine rhel distroless busybox updates
-	go test -count=1 -v -timeout 180m -run '^(TestUpdates|TestTable)$$' ./integration/nested \
+	go test -count=1 -v -timeout 180m -run '^(TestBusyMachine|TestUpdates|TestTable)$$' ./integration/nested \
 		-args -table $(CURDIR)/bin/images/nested.md; \
 	status=$$?; cat bin/images/nested.md; exit $$status
 

@@ -12,6 +12,8 @@ const (
 	GetCommand  = "get"  // get a URL as a client of Go's
 	RunCommand  = "run"  // run the clients that are in the container, and print their outcomes
 	IdleCommand = "idle" // do nothing until the end
+	// ConnectCommand connects some times, and prints how many microseconds each takes.
+	ConnectCommand = "connect"
 )
 
 // Outcome is the outcome of a client in a container.

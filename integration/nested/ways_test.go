@@ -80,6 +80,7 @@ var ways = []way{
 	{program: buildKit, kind: bridge, separate: true},
 	{program: buildKit, kind: podNetwork, options: []string{"--network", "host"}},
 	{program: buildKit, kind: user, user: "1000"},
+	{program: buildKit, kind: remapped, remapped: true},
 	{program: buildkitd, kind: bridge, separate: true},
 	{program: buildkitd, kind: podNetwork, options: []string{
 		"--allow", "network.host", "--opt", "force-network-mode=host",

@@ -4,13 +4,18 @@
 //	try get URL        get a URL as a client of Go's
 //	try run URL [NAME] run the client with a name, or all; an asterisk in the URL stands for the client's label
 //	try idle           do nothing until the end
+//	try connect ADDR N connect N times, and print how many microseconds each connect(2) takes
 package main
 
 import (
+	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"os/signal"
+	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -29,6 +34,8 @@ func run(args []string) int {
 		signal.Notify(end, unix.SIGTERM)
 		<-end
 		return 0
+	case len(args) == 3 && args[0] == clients.ConnectCommand:
+		return connect(args[1], args[2])
 	case len(args) >= 2 && args[0] == clients.RunCommand:
 		url, name := args[1], strings.Join(args[2:], " ")
 		for _, c := range clients.In("/") {
@@ -40,6 +47,25 @@ func run(args []string) int {
 		return 0
 	}
 	return 2
+}
+
+func connect(address, times string) int {
+	count, err := strconv.Atoi(times)
+	if err != nil {
+		return 2
+	}
+	for range count {
+		begun := time.Now()
+		conn, err := net.Dial("tcp", address)
+		took := time.Since(begun)
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		_ = conn.Close() // nothing was sent
+		fmt.Println(took.Microseconds())
+	}
+	return 0
 }
 
 // execute runs a program in the container's environment.
