@@ -332,4 +332,10 @@ func (e *Engine) release(c *container, p *process) {
 		e.config.Log.Warn("mounts stay over the trust stores of a nested container", "uid", c.pod.uid,
 			"container", c.name, "err", err)
 	}
+	e.mu.Lock()
+	w, again := e.watcher, e.containers[c.mount]
+	e.mu.Unlock()
+	if again != nil { // the pod has opted in again, and the mounts may have been the new ones
+		e.equipRunning(w, again)
+	}
 }

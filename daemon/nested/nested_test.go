@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/integration/testbed"
 	"github.com/sluice-cni/sluice/plugin/truststore"
@@ -265,6 +267,40 @@ func TestOptOut(t *testing.T) {
 	}
 }
 
+// TestChangesOfMind: a pod opts in and out while its containers start and run. In the end the stores have the CA, or no
+// mount, as the last decision says.
+func TestChangesOfMind(t *testing.T) {
+	for name, want := range map[string]string{"in": "1\n", "out": "0\n"} {
+		t.Run(name, func(t *testing.T) {
+			p := newPod(t)
+			e := newEngine(t, p)
+			const containers = 8
+			for range containers {
+				p.run("unshare --mount --pid --fork --root=$root /bin/sh -c 'echo up >>/tmp/up; " +
+					"while [ ! -e /tmp/go ]; do sleep 0.1; done; " + countCA + "; exit 0' & ")
+			}
+			in := map[uint32]string{p.netns: "uid"}
+			up := filepath.Join(p.root, "tmp/up")
+			testbed.Eventually(t, "all containers run", func() bool {
+				e.Watch(nil)
+				e.Watch(in)
+				data, _ := os.ReadFile(up) // none does yet
+				return strings.Count(string(data), "up") == containers
+			})
+			if name == "out" {
+				e.Watch(nil)
+			}
+			e.work.Wait()
+			p.run("wait")
+			must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))
+			p.wantEnded(containers + 1)
+			if got := p.output(); got != strings.Repeat(want, containers) {
+				t.Errorf("the stores have the CA %q times, want %q each", got, want)
+			}
+		})
+	}
+}
+
 // TestCopies: the containers of a pod share a tmpfs of bounded size.
 func TestCopies(t *testing.T) {
 	p := newPod(t)
@@ -303,6 +339,39 @@ func TestBusyMachine(t *testing.T) {
 	p.wantEnded(starts)
 	if got, want := p.output(), strings.Repeat("1\n", starts); got != want {
 		t.Errorf("the stores have the CA %q times, want %q", got, want)
+	}
+}
+
+// TestWithoutBTF: on a kernel without its types containers start as ever, and the status says why they are not given the
+// CA. They are when the kernel has the types, after the next look at the pods.
+func TestWithoutBTF(t *testing.T) {
+	const types = "/sys/kernel/btf"
+	must(t, unix.Mount("tmpfs", types, "tmpfs", 0, "")) // in the mount namespace of the tests
+	hidden := true
+	show := func() {
+		if hidden {
+			must(t, unix.Unmount(types, 0))
+			hidden = false
+		}
+	}
+	t.Cleanup(show)
+	p := newPod(t)
+	e := newTestEngine(t)
+	e.Watch(map[uint32]string{p.netns: "uid"})
+	run(t, e.Engine)
+	testbed.Eventually(t, "the status says why", func() bool {
+		_, problem := e.State("uid")
+		return strings.Contains(problem, "BTF")
+	})
+	p.start(countCA + "; exit 0")
+	p.wantEnded(1)
+	show()
+	e.Watch(map[uint32]string{p.netns: "uid"})
+	e.work.Wait()
+	p.start(countCA)
+	p.wantEnded(2)
+	if got := p.output(); got != "0\n1\n" {
+		t.Errorf("the stores have the CA %q times, want never, and once", got)
 	}
 }
 
