@@ -46,6 +46,7 @@ type container struct {
 	addresses []netip.Addr
 	// stores are the paths of the stores that have the CA, or had it before an updater.
 	stores []string
+	bundle string // the path of one in PEM with all roots, if there is one
 }
 
 // newContainer describes the container of a process, which has a descriptor of its own there.
@@ -165,7 +166,7 @@ func (e *Engine) equip(ctx context.Context, w *watcher, c *container, p *process
 		}
 		c.judge(report)
 		c.mu.Lock()
-		c.stores = stores
+		c.stores, c.bundle = stores, bundleOf(report)
 		c.mu.Unlock()
 		return w.settle(c.mount, knownSettled)
 	})
@@ -183,6 +184,33 @@ func (e *Engine) equipRunning(w *watcher, c *container) {
 		c.pod.warn(e.config.Log, c.name, err)
 	}
 	e.config.Changed(c.pod.uid)
+}
+
+// bundleOf is the path of the machine's bundle in PEM if it has the CA, else empty.
+func bundleOf(report truststore.Report) string {
+	for _, s := range report.Stores {
+		if s.Action != truststore.Failed && slices.Contains(truststore.MachineBundles, s.Path) {
+			return s.Path
+		}
+	}
+	return ""
+}
+
+// addVariables adds the variables to a program that enters a container, if that has a bundle with the CA, and is its
+// root.
+func (e *Engine) addVariables(ctx context.Context, c *container, p *process) {
+	c.mu.Lock()
+	bundle := c.bundle
+	c.mu.Unlock()
+	if bundle == "" || c.inRoot(p) != p {
+		return
+	}
+	if err := p.addVariables(ctx, variablesFor(bundle)); err != nil {
+		if count, due := c.pod.lines.Due("variables"); due {
+			e.config.Log.Warn("a program in a nested container lacks variables for the CA", "uid", c.pod.uid,
+				"container", c.name, "err", err, "count", count)
+		}
+	}
 }
 
 // boundStores returns the paths of the stores that have the CA, or had it before an updater.

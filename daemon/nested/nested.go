@@ -17,6 +17,9 @@
 // lets the process go on, in two milliseconds. A container whose stores take longer than the deadline goes on without,
 // and counts as one that does not trust the CA.
 //
+// The process is given environment variables, too, for clients that read no store (variables.go). So is each one that
+// enters the container later, as by `docker exec`. Their children inherit them.
+//
 // # A trust store is updated
 //
 // No program can rename a file over a mount, so update-ca-certificates, dpkg and the like would fail. Their execs stop
@@ -408,23 +411,31 @@ func (e *Engine) handle(w *watcher, ev event) {
 	}
 	name := ev.name()
 	updates := isUpdater(name) || e.isUpdate(ctx, c, p, name)
-	if !updates && c.settled.Load() && ev.Flags&flagLook == 0 {
-		return // most of them: nothing has changed, and nothing is to be told
+	if updates || !c.settled.Load() || ev.Flags&flagLook != 0 {
+		e.look(ctx, w, c, p, updates)
 	}
+	if !updates && ev.Flags&(flagEntry|flagJob) == flagEntry {
+		e.addVariables(ctx, c, p)
+	}
+}
+
+// look looks at the stores of a container, or steps aside for an update of them, before a process in it goes on.
+func (e *Engine) look(ctx context.Context, w *watcher, c *container, p *process, updates bool) {
 	before := c.state()
+	var err error
 	if updates {
 		err = e.stepAside(ctx, w, c, p)
 	} else {
 		err = e.equip(ctx, w, c, c.inRoot(p))
 	}
 	if err != nil && !p.ended() {
-		pod.warn(e.config.Log, c.name, err)
+		c.pod.warn(e.config.Log, c.name, err)
 	}
 	now := c.state()
-	if ev.Flags&flagLook != 0 && !updates && now.State == before.State && now.Note == before.Note {
+	if now.State == before.State && now.Note == before.Note {
 		return // as most looks end
 	}
-	e.config.Changed(pod.uid)
+	e.config.Changed(c.pod.uid)
 	e.config.Tell()
 }
 

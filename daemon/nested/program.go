@@ -40,6 +40,10 @@ const flagJob = 1
 // flagLook is in the flags of an event if the last look at the container was lookInterval ago.
 const flagLook = 2
 
+// flagEntry is in the flags of an event if the process enters the container: it is its first one, or has a parent in
+// another mount namespace, as one of `docker exec`.
+const flagEntry = 4
+
 // lookInterval is the time after which an exec stops in a container that is known: stores may have appeared there.
 const lookInterval = 2 * time.Second
 
@@ -169,7 +173,8 @@ const (
 //	if (mount namespace == that of first) return // a process of the pod's own container
 //	verdict = known[mount namespace]
 //	if (verdict == own) return
-//	if (verdict == settled && looked[mount namespace] + interval > now && !updaters[name]) return
+//	if (verdict == settled && looked[mount namespace] + interval > now && !updaters[name]
+//		&& mount namespace == that of the parent) return
 //	if (!verdict && root == that of first) return // the pod's own container, too, as with unshare(1)
 //	if (verdict != aside && !updater) looked[mount namespace] = now
 //	record = reserve()
@@ -254,6 +259,17 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 		asm.FnKtimeGetNs.Call(),
 		asm.StoreMem(asm.RFP, stackNow, asm.R0, asm.DWord),
 	)
+	load(asm.R1, asm.R6, f.realParent)
+	load(asm.R1, asm.R1, f.nsproxy)
+	load(asm.R1, asm.R1, f.mountNS)
+	load(asm.R1, asm.R1, f.mountID)
+	add(
+		asm.LoadMem(asm.R2, asm.RFP, stackMount, asm.DWord),
+		asm.JEq.Reg(asm.R1, asm.R2, "inside"),
+		asm.Mov.Imm(asm.R1, flagEntry),
+		asm.StoreMem(asm.RFP, stackFlags, asm.R1, asm.DWord),
+		asm.Mov.Imm(asm.R0, 0).WithSymbol("inside"),
+	)
 	lookup(m.known, stackMount)
 	add(
 		asm.JEq.Imm(asm.R0, 0, "fresh"),
@@ -270,11 +286,16 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 		asm.LoadMem(asm.R2, asm.RFP, stackNow, asm.DWord),
 		asm.JLE.Reg(asm.R1, asm.R2, "look"),
 	)
+	add(
+		asm.LoadMem(asm.R1, asm.RFP, stackFlags, asm.DWord),
+		asm.JNE.Imm(asm.R1, 0, "stop"),
+	)
 	lookup(m.updaters, stackName)
 	add(asm.JEq.Imm(asm.R0, 0, "exit"), asm.Ja.Label("stop"))
 
 	add(
-		asm.Mov.Imm(asm.R1, flagLook).WithSymbol("look"),
+		asm.LoadMem(asm.R1, asm.RFP, stackFlags, asm.DWord).WithSymbol("look"),
+		asm.Or.Imm(asm.R1, flagLook),
 		asm.StoreMem(asm.RFP, stackFlags, asm.R1, asm.DWord),
 		asm.Ja.Label("looks"),
 	)
@@ -282,6 +303,8 @@ func program(f fields, m maps, ownPIDNS uint32) asm.Instructions {
 	add(
 		asm.Mov.Imm(asm.R1, 1).WithSymbol("fresh"),
 		asm.StoreMem(asm.RFP, stackFresh, asm.R1, asm.DWord),
+		asm.Mov.Imm(asm.R1, flagEntry),
+		asm.StoreMem(asm.RFP, stackFlags, asm.R1, asm.DWord),
 	)
 	load(asm.R1, asm.R6, f.fs)
 	load(asm.R1, asm.R1, f.rootDentry)

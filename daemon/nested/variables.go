@@ -1,0 +1,250 @@
+package nested
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// variable is an environment variable.
+type variable struct{ name, value string }
+
+// variablesFor are for clients that have roots of their own, and take those of a store only by a variable. They add to a
+// client's roots, and harm none where the bundle of the container goes away.
+func variablesFor(bundle string) []variable {
+	return []variable{
+		{"NODE_EXTRA_CA_CERTS", bundle}, // Node.js and Bun
+		{"DENO_TLS_CA_STORE", "mozilla,system"},
+		{"UV_SYSTEM_CERTS", "true"},
+	}
+}
+
+// addVariables adds environment variables to a program that has stopped before its first instruction. Variables that it
+// has keep their values. The process does not go on by it, but may have ended.
+//
+// The kernel has put the variables on the stack, below which there is room. A copy with more of them goes there, and the
+// stack pointer to the copy: only ptrace(2) can set it. A debugger that traces the process keeps it from that. The end
+// of the thread that traces is the end of the trace.
+func (p *process) addVariables(ctx context.Context, wanted []variable) error {
+	pid, err := strconv.Atoi(filepath.Base(p.dir.Name()))
+	if err != nil {
+		return fmt.Errorf("adding variables to process %s: %w", p.dir.Name(), err)
+	}
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread() // for ever: the thread ends with this function
+		t := tracee{process: p, pid: pid}
+		done <- t.addVariables(ctx, wanted)
+	}()
+	if err := <-done; err != nil && !p.ended() {
+		return fmt.Errorf("adding variables to process %d: %w", pid, err)
+	}
+	return nil
+}
+
+// tracee is a process that the calling thread traces.
+type tracee struct {
+	*process
+	pid int
+}
+
+func (t *tracee) addVariables(ctx context.Context, wanted []variable) error {
+	if err := t.seize(ctx); err != nil {
+		return err
+	}
+	defer func() { _ = unix.PtraceDetach(t.pid) }() // it has ended, or goes on with what it has
+	registers := make([]uint64, stackPointer.registers)
+	length, err := t.registers(unix.PTRACE_GETREGSET, registers)
+	if err != nil {
+		return fmt.Errorf("reading registers: %w", err)
+	}
+	if length != len(registers)*word {
+		return nil // a 32-bit program
+	}
+	memory, err := t.open("mem", unix.O_RDWR)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = memory.Close() }() // all is written
+	pointer := &registers[stackPointer.index]
+	stack, err := readStack(memory, *pointer)
+	if err != nil {
+		return err
+	}
+	added, err := extend(stack, *pointer, missing(wanted, t.environment()))
+	if err != nil || added == nil {
+		return err
+	}
+	*pointer -= uint64(len(added))
+	if _, err := memory.WriteAt(added, int64(*pointer)); err != nil {
+		return fmt.Errorf("writing to the stack: %w", err)
+	}
+	if _, err := t.registers(unix.PTRACE_SETREGSET, registers); err != nil {
+		return fmt.Errorf("setting the stack pointer: %w", err)
+	}
+	return nil
+}
+
+// seize begins to trace the process, and waits until it stops for that.
+func (t *tracee) seize(ctx context.Context) error {
+	if err := unix.PtraceSeize(t.pid); err != nil {
+		return fmt.Errorf("tracing it: %w", err)
+	}
+	// The process of this number was the one that is meant, if that has not ended by now.
+	if _, err := t.stat(); err != nil {
+		return err
+	}
+	if err := unix.PtraceInterrupt(t.pid); err != nil {
+		return fmt.Errorf("stopping it: %w", err)
+	}
+	for {
+		var status unix.WaitStatus
+		got, err := unix.Wait4(t.pid, &status, unix.WALL|unix.WNOHANG, nil)
+		switch {
+		case err != nil:
+			return fmt.Errorf("waiting for its stop: %w", err)
+		case got == t.pid && status.Stopped():
+			return nil
+		case got == t.pid:
+			return errOther // it has ended
+		}
+		select { // a frozen cgroup does not stop
+		case <-time.After(tracePause):
+		case <-ctx.Done():
+			return errors.New("it does not stop")
+		}
+	}
+}
+
+// tracePause is the time between two looks whether a process has stopped.
+const tracePause = 50 * time.Microsecond
+
+// word is the length of a pointer, in bytes.
+const word = 8
+
+// stackPointer says how many general registers there are in a set (NT_PRSTATUS), and which is the stack pointer: of
+// struct user_regs_struct on amd64, and of struct user_pt_regs on arm64.
+var stackPointer = map[string]struct{ registers, index int }{"amd64": {27, 19}, "arm64": {34, 31}}[runtime.GOARCH]
+
+// registers reads or sets the general registers. It returns their length in bytes.
+func (t *tracee) registers(request int, values []uint64) (length int, err error) {
+	set := unix.Iovec{Base: (*byte)(unsafe.Pointer(unsafe.SliceData(values)))}
+	set.SetLen(len(values) * word)
+	_, _, errno := unix.Syscall6(unix.SYS_PTRACE, uintptr(request), uintptr(t.pid), unix.NT_PRSTATUS,
+		uintptr(unsafe.Pointer(&set)), 0, 0)
+	if errno != 0 {
+		return 0, errno
+	}
+	return int(set.Len), nil
+}
+
+// missing are the variables that an environment does not have, as NAME=value.
+func missing(wanted []variable, has map[string]string) (entries []string) {
+	for _, v := range wanted {
+		if _, ok := has[v.name]; !ok {
+			entries = append(entries, v.name+"="+v.value)
+		}
+	}
+	return entries
+}
+
+const (
+	// maxVectors bounds the pointers on the stack of a new program: 16,000 arguments and variables.
+	maxVectors = 128 << 10
+	// maxAdded bounds what is added to the stack, for which the kernel leaves 128 KiB (setup_arg_pages).
+	maxAdded = 96 << 10
+)
+
+// readStack reads the stack of a new program, from its pointer on. It may end before.
+func readStack(memory *os.File, pointer uint64) ([]byte, error) {
+	stack := make([]byte, maxVectors)
+	n, err := memory.ReadAt(stack, int64(pointer))
+	if n < word {
+		return nil, fmt.Errorf("reading the stack: %w", err)
+	}
+	return stack[:n], nil // it ends before the length that was asked for
+}
+
+// The ends of the parts of the stack of a new program (System V ABI: initial process stack).
+const (
+	auxNull   = 0  // AT_NULL
+	auxSecure = 23 // AT_SECURE
+)
+
+// vectors finds the auxiliary vector on the stack of a new program, and its end, which is 0 if there is none. secure is
+// true for a program that has more rights than its caller.
+func vectors(words []uint64) (auxiliary, end int, secure bool) {
+	if words[0] >= uint64(len(words)) {
+		return 0, 0, false
+	}
+	variables := int(words[0]) + 2 // behind the number of arguments, and the null pointer behind them
+	if variables > len(words) {
+		return 0, 0, false
+	}
+	null := slices.Index(words[variables:], 0)
+	if null < 0 {
+		return 0, 0, false
+	}
+	auxiliary = variables + null + 1
+	for at := auxiliary; at+1 < len(words); at += 2 {
+		switch kind, value := words[at], words[at+1]; {
+		case kind == auxNull:
+			return auxiliary, at + 2, secure
+		case kind == auxSecure && value != 0:
+			secure = true
+		}
+	}
+	return 0, 0, false
+}
+
+// extend returns what is to be put below the stack of a new program at a pointer, to add variables: the number of
+// arguments, the pointers to them and to the variables, the auxiliary vector, and the new variables. It is nil for a
+// program that has more rights than its caller: that may have reasons to know all of its variables.
+func extend(stack []byte, pointer uint64, entries []string) ([]byte, error) {
+	if len(entries) == 0 {
+		return nil, nil
+	}
+	words := make([]uint64, len(stack)/word)
+	for i := range words {
+		words[i] = binary.NativeEndian.Uint64(stack[i*word:])
+	}
+	auxiliary, end, secure := vectors(words)
+	if end == 0 {
+		return nil, errors.New("its stack is not that of a new program, or is too large")
+	}
+	if secure {
+		return nil, nil
+	}
+	text := strings.Join(entries, "\x00") + "\x00"
+	const alignment = 16
+	length := (end+len(entries))*word + len(text)
+	length += (alignment - length%alignment) % alignment
+	if length > maxAdded {
+		return nil, fmt.Errorf("its arguments and variables take %d bytes of pointers, more than %d", length, maxAdded)
+	}
+	at := pointer - uint64(length) + uint64((end+len(entries))*word)
+	added := make([]byte, 0, length)
+	for _, w := range words[:auxiliary-1] {
+		added = binary.NativeEndian.AppendUint64(added, w)
+	}
+	for _, e := range entries {
+		added = binary.NativeEndian.AppendUint64(added, at)
+		at += uint64(len(e) + 1)
+	}
+	for _, w := range words[auxiliary-1 : end] {
+		added = binary.NativeEndian.AppendUint64(added, w)
+	}
+	added = append(added, text...)
+	return added[:length], nil
+}
