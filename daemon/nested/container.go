@@ -196,21 +196,34 @@ func bundleOf(report truststore.Report) string {
 	return ""
 }
 
-// addVariables adds the variables to a program that enters a container, if that has a bundle with the CA, and is its
-// root.
-func (e *Engine) addVariables(ctx context.Context, c *container, p *process) {
+// machineBundle returns the path of the machine's bundle in PEM, if it has the CA, or had it before an updater.
+func (c *container) machineBundle() string {
 	c.mu.Lock()
-	bundle := c.bundle
-	c.mu.Unlock()
+	defer c.mu.Unlock()
+	return c.bundle
+}
+
+// addVariables adds the variables to a program that enters a container, if that has a bundle with the CA, and is its
+// root. It returns all variables of the program then.
+func (e *Engine) addVariables(ctx context.Context, c *container, p *process) map[string]string {
+	bundle := c.machineBundle()
 	if bundle == "" || c.inRoot(p) != p {
-		return
+		return nil
 	}
-	if err := p.addVariables(ctx, variablesFor(bundle)); err != nil {
+	has := p.environment()
+	entries := missing(variablesFor(bundle), has)
+	if err := p.addVariables(ctx, entries); err != nil {
 		if count, due := c.pod.lines.Due("variables"); due {
 			e.config.Log.Warn("a program in a nested container lacks variables for the CA", "uid", c.pod.uid,
 				"container", c.name, "err", err, "count", count)
 		}
+		return nil
 	}
+	for _, entry := range entries {
+		name, value, _ := strings.Cut(entry, "=")
+		has[name] = value
+	}
+	return has
 }
 
 // boundStores returns the paths of the stores that have the CA, or had it before an updater.
@@ -292,8 +305,8 @@ func enter(namespace *os.File) error {
 // maxBusy bounds the updaters of a container that are waited for.
 const maxBusy = 16
 
-// stepAside takes the mounts away for an updater, until that ends.
-func (e *Engine) stepAside(ctx context.Context, w *watcher, c *container, p *process) error {
+// stepAside takes the mounts away for an update by a process, until that ends.
+func (e *Engine) stepAside(ctx context.Context, w *watcher, c *container, p *process, u update) error {
 	err := c.alone(ctx, func() error {
 		updater, err := p.again()
 		if err != nil {
@@ -305,11 +318,13 @@ func (e *Engine) stepAside(ctx context.Context, w *watcher, c *container, p *pro
 		}
 		c.busy = append(c.busy, updater)
 		c.settled.Store(false)
-		c.set(truststore.FilesOnly, "an updater of its trust stores runs")
+		if u == updateAll {
+			c.set(truststore.FilesOnly, "an updater of its trust stores runs")
+		}
 		if err := w.settle(c.mount, knownAside); err != nil {
 			return err
 		}
-		return unbind(p)
+		return unbind(p, u == updatePackages)
 	})
 	if err != nil {
 		return fmt.Errorf("stepping aside for an updater: %w", err)
@@ -317,9 +332,9 @@ func (e *Engine) stepAside(ctx context.Context, w *watcher, c *container, p *pro
 	return nil
 }
 
-// unbind takes the mounts over the stores of the container of a process away. It does not return while a file system
-// there hangs.
-func unbind(p *process) error {
+// unbind takes the mounts over the stores of the container of a process away, or over those in Python packages alone. It
+// does not return while a file system there hangs.
+func unbind(p *process, packagesOnly bool) error {
 	root, namespace, err := p.openContainer()
 	if err != nil {
 		return err
@@ -327,7 +342,7 @@ func unbind(p *process) error {
 	defer func() { _, _ = root.Close(), namespace.Close() }() // only looked through
 	bind := &truststore.Bind{Mountinfo: func() ([]byte, error) { return p.read("mountinfo") }}
 	return truststore.Unbind(fmt.Sprintf("/proc/self/fd/%d", root.Fd()), bind,
-		func() error { return enter(namespace) })
+		packagesOnly, func() error { return enter(namespace) })
 }
 
 // comeBack brings the mounts back when an updater has ended. It reports false if the container is forgotten.
@@ -356,7 +371,7 @@ func (e *Engine) release(c *container, p *process) {
 	defer p.close()
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
-	if err := c.alone(ctx, func() error { return unbind(p) }); err != nil && !p.ended() {
+	if err := c.alone(ctx, func() error { return unbind(p, false) }); err != nil && !p.ended() {
 		e.config.Log.Warn("mounts stay over the trust stores of a nested container", "uid", c.pod.uid,
 			"container", c.name, "err", err)
 	}

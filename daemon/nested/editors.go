@@ -16,31 +16,48 @@ import (
 // maxArguments bounds the arguments that are looked at: a program with more of them counts as an updater.
 const maxArguments = 1024
 
-// isUpdate reports whether a program changes a trust store, by its arguments. One with a hanging file system goes on.
-func (e *Engine) isUpdate(ctx context.Context, c *container, p *process, name string) bool {
+// updateBy returns the update of trust stores that a program of that name makes, by its arguments. variables are those of
+// the process, or nil if it is to be asked. One with a hanging file system goes on.
+func (e *Engine) updateBy(
+	ctx context.Context, c *container, p *process, name string, variables map[string]string,
+) update {
+	if isUpdater(name) {
+		return updateAll
+	}
 	stores := c.boundStores()
-	if !slices.Contains(byArguments, name) || len(stores) == 0 && slices.Contains(editors, name) {
-		return false
+	if !slices.Contains(byArguments, name) || len(stores) == 0 && (c.settled.Load() || slices.Contains(editors, name)) {
+		return updateNone
 	}
 	select {
 	case c.pod.looks <- struct{}{}:
 	default:
-		return false
+		return updateNone
 	}
-	done := make(chan bool, 1)
+	done := make(chan update, 1)
 	go func() {
 		defer func() { <-c.pod.looks }()
-		touches, err := p.updates(name, stores)
+		writes, err := p.updates(name, stores)
 		if err != nil && !p.ended() {
 			e.config.Log.Warn("it is not known whether a program changes a trust store", "err", err)
 		}
-		done <- touches
+		switch {
+		case !writes:
+			done <- updateNone
+			return
+		case variables == nil:
+			variables = p.environment()
+		}
+		if isServed(name, variables, c.machineBundle()) {
+			done <- updatePackages
+		} else {
+			done <- updateAll
+		}
 	}()
 	select {
-	case touches := <-done:
-		return touches
+	case u := <-done:
+		return u
 	case <-ctx.Done():
-		return false
+		return updateNone
 	}
 }
 

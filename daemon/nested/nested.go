@@ -410,25 +410,24 @@ func (e *Engine) handle(w *watcher, ev event) {
 		return
 	}
 	name := ev.name()
-	updates := isUpdater(name) || e.isUpdate(ctx, c, p, name)
-	if updates || !c.settled.Load() || ev.Flags&flagLook != 0 {
-		e.look(ctx, w, c, p, updates)
+	var variables map[string]string
+	if !isUpdater(name) {
+		if !c.settled.Load() || ev.Flags&flagLook != 0 {
+			e.do(c, p, func() error { return e.equip(ctx, w, c, c.inRoot(p)) })
+		}
+		if ev.Flags&(flagEntry|flagJob) == flagEntry {
+			variables = e.addVariables(ctx, c, p)
+		}
 	}
-	if !updates && ev.Flags&(flagEntry|flagJob) == flagEntry {
-		e.addVariables(ctx, c, p)
+	if u := e.updateBy(ctx, c, p, name, variables); u != updateNone {
+		e.do(c, p, func() error { return e.stepAside(ctx, w, c, p, u) })
 	}
 }
 
-// look looks at the stores of a container, or steps aside for an update of them, before a process in it goes on.
-func (e *Engine) look(ctx context.Context, w *watcher, c *container, p *process, updates bool) {
+// do changes the mounts of a container before a process in it goes on, and tells of a change of its state.
+func (e *Engine) do(c *container, p *process, change func() error) {
 	before := c.state()
-	var err error
-	if updates {
-		err = e.stepAside(ctx, w, c, p)
-	} else {
-		err = e.equip(ctx, w, c, c.inRoot(p))
-	}
-	if err != nil && !p.ended() {
+	if err := change(); err != nil && !p.ended() {
 		c.pod.warn(e.config.Log, c.name, err)
 	}
 	now := c.state()

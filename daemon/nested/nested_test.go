@@ -113,6 +113,53 @@ func TestUpdater(t *testing.T) {
 	}
 }
 
+// TestInstaller: the mounts over stores in Python packages step aside for a program that installs packages, and those
+// of the machine stay if it has the variables.
+func TestInstaller(t *testing.T) {
+	const certifi = "usr/lib/python3/dist-packages/certifi/cacert.pem"
+	for name, c := range map[string]struct{ before, want string }{
+		"with the variables":    {"", "0\n1\n0\n1\n1\n"},
+		"without the variables": {"unset UV_SYSTEM_CERTS; ", "0\n0\n0\n1\n1\n"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newPod(t)
+			e := newEngine(t, p)
+			must(t, os.MkdirAll(filepath.Dir(filepath.Join(p.root, certifi)), 0o755))
+			must(t, os.WriteFile(filepath.Join(p.root, certifi), pki.NewCA("another public root").Cert, 0o644))
+			p.addScript("bin/uv", "#!/bin/sh\n"+
+				"grep -c \""+marker+"\" /"+certifi+" >>/out; grep -c \""+marker+"\" /"+store+" >>/out\n"+
+				"while [ ! -e /tmp/go ]; do sleep 0.1; done\n"+
+				"busybox cp /"+certifi+" /tmp/new && busybox mv /tmp/new /"+certifi+"; echo $? >>/out\n")
+			p.start(c.before + "uv; grep -c \"" + marker + "\" /" + certifi + " >>/out; " + countCA)
+			testbed.Eventually(t, "the installer runs", func() bool { return strings.Count(p.output(), "\n") == 2 })
+			containers, _ := e.State("uid")
+			want := truststore.Trusted
+			if c.before != "" {
+				want = truststore.FilesOnly
+			}
+			if len(containers) != 1 || containers[0].State != want {
+				t.Errorf("got %+v, want a container with the state %s", containers, want)
+			}
+			must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))
+			p.wantEnded(1)
+			if got := p.output(); got != c.want {
+				t.Errorf("got %q, want %q", got, c.want)
+			}
+		})
+	}
+}
+
+// TestFirstIsEditor: the first program of a container can change a store.
+func TestFirstIsEditor(t *testing.T) {
+	p := newPod(t)
+	newEngine(t, p)
+	p.run("unshare --mount --pid --fork --root=$root /bin/rm /" + store)
+	p.wantEnded(1)
+	if _, err := os.Stat(filepath.Join(p.root, store)); !os.IsNotExist(err) {
+		t.Errorf("the store is there: %v", err)
+	}
+}
+
 // TestRotation: containers that run are given the next CA in place of the last one.
 func TestRotation(t *testing.T) {
 	p := newPod(t)

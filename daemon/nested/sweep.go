@@ -87,9 +87,11 @@ func (e *Engine) waitForWriter(w *watcher, c *container, p *process) {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
 	name, err := p.name()
-	if err == nil && (isUpdater(name) || e.isUpdate(ctx, c, p, name)) {
-		err = e.stepAside(ctx, w, c, p)
-		e.config.Changed(c.pod.uid)
+	if err == nil {
+		if u := e.updateBy(ctx, c, p, name, nil); u != updateNone {
+			err = e.stepAside(ctx, w, c, p, u)
+			e.config.Changed(c.pod.uid)
+		}
 	}
 	if err != nil && !p.ended() {
 		c.pod.warn(e.config.Log, c.name, err)

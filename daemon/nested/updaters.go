@@ -7,11 +7,21 @@ import (
 	"strings"
 )
 
-// updaters are the names of programs that write trust stores. uv, Conda and the like replace certifi's.
+// update is the part of the stores of a container that a program may write.
+type update int
+
+const (
+	updateNone update = iota
+	// updatePackages: those in Python packages. The program trusts the CA without them, and so does the container.
+	updatePackages
+	updateAll
+)
+
+// updaters are the names of programs that write trust stores. Those of Conda replace certifi's, too.
 var updaters = []string{
 	"update-ca-certificates", "update-ca-trust", "trust", "c_rehash", "keytool",
 	"dpkg", "apk", "rpm", "rpmdb", "dnf", "dnf-3", "dnf5", "yum", "microdnf", "zypper", "pacman",
-	"uv", "uvx", "conda", "mamba", "micromamba", "poetry", "pipenv", "pdm",
+	"conda", "mamba", "micromamba", "pdm",
 }
 
 // editors are the names of programs that change the files which their arguments name. They are updaters where an
@@ -23,12 +33,15 @@ const openssl = "openssl"
 
 func isRehash(arguments []string) bool { return len(arguments) > 0 && arguments[0] == "rehash" }
 
+// packagers are the names of programs that install Python packages, whatever their arguments are.
+var packagers = []string{"uv", "uvx", "poetry", "pipenv"}
+
 // pips and pythons are the names of programs that may install Python packages, of which certifi and pip itself bring a
 // store along. Each is an updater then.
 var pips, pythons = versions("pip"), versions("python")
 
 // byArguments are the names of programs that may write stores, by their arguments.
-var byArguments = slices.Concat(editors, pips, pythons, []string{openssl})
+var byArguments = slices.Concat(editors, packagers, pips, pythons, []string{openssl})
 
 // versions are the names that a program of Python has.
 func versions(name string) []string {
@@ -43,7 +56,10 @@ func versions(name string) []string {
 // script begin with its path.
 func isInstaller(name string, arguments []string) bool {
 	installs := slices.Contains(arguments, "install") || slices.Contains(arguments, "uninstall")
-	if slices.Contains(pips, name) {
+	switch {
+	case slices.Contains(packagers, name):
+		return true
+	case slices.Contains(pips, name):
 		return installs
 	}
 	for _, a := range arguments {
@@ -57,6 +73,19 @@ func isInstaller(name string, arguments []string) bool {
 		}
 	}
 	return false
+}
+
+// isServed reports whether a program of that name installs Python packages, and trusts the CA by its variables while the
+// stores of packages are without.
+func isServed(name string, variables map[string]string, bundle string) bool {
+	switch {
+	case bundle == "" || name == openssl || slices.Contains(editors, name):
+		return false
+	case name == "uv" || name == "uvx":
+		return variables[systemCerts] == systemCertsOn
+	default:
+		return variables[requestsBundle] == bundle
+	}
 }
 
 // isUpdater reports whether a program of that name, as the kernel keeps it, writes stores whatever its arguments are.

@@ -26,6 +26,7 @@ func TestIsInstaller(t *testing.T) {
 		"python3 setup.py install":                     false,
 		"python3 -c import":                            false,
 		"ruby -m pip install certifi":                  false,
+		"uv sync":                                      true,
 	} {
 		name, arguments, _ := strings.Cut(command, " ")
 		if got := slices.Contains(byArguments, name) && isInstaller(name, strings.Fields(arguments)); got != want {
@@ -43,6 +44,26 @@ func TestUpdaterNames(t *testing.T) {
 	} {
 		if got := isUpdater(name); got != want {
 			t.Errorf("%q: got %t, want %t", name, got, want)
+		}
+	}
+}
+
+// TestIsServed: an installer of Python packages that trusts the CA by its variables leaves the machine's stores alone.
+func TestIsServed(t *testing.T) {
+	t.Parallel()
+	const bundle = "/bundle.crt"
+	given := map[string]string{}
+	for _, v := range variablesFor(bundle) {
+		given[v.name] = v.value
+	}
+	for name, want := range map[string]bool{
+		"uv": true, "uvx": true, "pip3.13": true, "python3": true, "poetry": true, "rm": false, "openssl": false,
+	} {
+		if got := isServed(name, given, bundle); got != want {
+			t.Errorf("%s with the variables: got %t, want %t", name, got, want)
+		}
+		if isServed(name, nil, bundle) || isServed(name, given, "") {
+			t.Errorf("%s without the variables, or without a bundle, counts as one that trusts the CA", name)
 		}
 	}
 }

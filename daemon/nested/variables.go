@@ -17,26 +17,37 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// variable is an environment variable.
-type variable struct{ name, value string }
+// variable is an environment variable. A program that has the one of unless, or has this one, is not given it.
+type variable struct{ name, value, unless string }
 
-// variablesFor are for clients that have roots of their own, and take those of a store only by a variable. They add to a
-// client's roots, and harm none where the bundle of the container goes away.
+// The variables that pip and uv need.
+const (
+	requestsBundle = "REQUESTS_CA_BUNDLE"
+	systemCerts    = "UV_SYSTEM_CERTS"
+	systemCertsOn  = "true"
+)
+
+// variablesFor are for clients that have roots of their own, and take others only by a variable. All but the last one
+// add to a client's roots.
 func variablesFor(bundle string) []variable {
 	return []variable{
-		{"NODE_EXTRA_CA_CERTS", bundle}, // Node.js and Bun
-		{"DENO_TLS_CA_STORE", "mozilla,system"},
-		{"UV_SYSTEM_CERTS", "true"},
+		{name: "NODE_EXTRA_CA_CERTS", value: bundle}, // Node.js and Bun
+		{name: "DENO_TLS_CA_STORE", value: "mozilla,system"},
+		{name: systemCerts, value: systemCertsOn},
+		// pip while the mounts over certifi step aside for it, and certifi in a new virtual environment.
+		{name: requestsBundle, value: bundle, unless: "CURL_CA_BUNDLE"},
 	}
 }
 
-// addVariables adds environment variables to a program that has stopped before its first instruction. Variables that it
-// has keep their values. The process does not go on by it, but may have ended.
+// addVariables adds environment variables, as NAME=value, to a program that has stopped before its first instruction.
 //
 // The kernel has put the variables on the stack, below which there is room. A copy with more of them goes there, and the
 // stack pointer to the copy: only ptrace(2) can set it. A debugger that traces the process keeps it from that. The end
 // of the thread that traces is the end of the trace.
-func (p *process) addVariables(ctx context.Context, wanted []variable) error {
+func (p *process) addVariables(ctx context.Context, entries []string) error {
+	if len(entries) == 0 {
+		return nil
+	}
 	pid, err := strconv.Atoi(filepath.Base(p.dir.Name()))
 	if err != nil {
 		return fmt.Errorf("adding variables to process %s: %w", p.dir.Name(), err)
@@ -45,7 +56,7 @@ func (p *process) addVariables(ctx context.Context, wanted []variable) error {
 	go func() {
 		runtime.LockOSThread() // for ever: the thread ends with this function
 		t := tracee{process: p, pid: pid}
-		done <- t.addVariables(ctx, wanted)
+		done <- t.addVariables(ctx, entries)
 	}()
 	if err := <-done; err != nil && !p.ended() {
 		return fmt.Errorf("adding variables to process %d: %w", pid, err)
@@ -59,7 +70,7 @@ type tracee struct {
 	pid int
 }
 
-func (t *tracee) addVariables(ctx context.Context, wanted []variable) error {
+func (t *tracee) addVariables(ctx context.Context, entries []string) error {
 	if err := t.seize(ctx); err != nil {
 		return err
 	}
@@ -82,7 +93,7 @@ func (t *tracee) addVariables(ctx context.Context, wanted []variable) error {
 	if err != nil {
 		return err
 	}
-	added, err := extend(stack, *pointer, missing(wanted, t.environment()))
+	added, err := extend(stack, *pointer, entries)
 	if err != nil || added == nil {
 		return err
 	}
@@ -152,7 +163,9 @@ func (t *tracee) registers(request int, values []uint64) (length int, err error)
 // missing are the variables that an environment does not have, as NAME=value.
 func missing(wanted []variable, has map[string]string) (entries []string) {
 	for _, v := range wanted {
-		if _, ok := has[v.name]; !ok {
+		_, present := has[v.name]
+		_, loses := has[v.unless]
+		if !present && !loses {
 			entries = append(entries, v.name+"="+v.value)
 		}
 	}
@@ -210,11 +223,8 @@ func vectors(words []uint64) (auxiliary, end int, secure bool) {
 
 // extend returns what is to be put below the stack of a new program at a pointer, to add variables: the number of
 // arguments, the pointers to them and to the variables, the auxiliary vector, and the new variables. It is nil for a
-// program that has more rights than its caller: that may have reasons to know all of its variables.
+// program that has more rights than its caller: nobody but its user is to choose its variables.
 func extend(stack []byte, pointer uint64, entries []string) ([]byte, error) {
-	if len(entries) == 0 {
-		return nil, nil
-	}
 	words := make([]uint64, len(stack)/word)
 	for i := range words {
 		words[i] = binary.NativeEndian.Uint64(stack[i*word:])

@@ -53,7 +53,6 @@ func TestExtendNothing(t *testing.T) {
 		entries []string
 		fails   bool
 	}{
-		"no variables":          {words(0, 0, 0, auxNull, 0), nil, false},
 		"more rights":           {words(0, 0, 0, auxSecure, 1, auxNull, 0), []string{"A=1"}, false},
 		"too many arguments":    {words(1<<62, 0, 0, auxNull, 0), []string{"A=1"}, true},
 		"arguments to the end":  {words(2, 1, 1), []string{"A=1"}, true},
@@ -69,12 +68,12 @@ func TestExtendNothing(t *testing.T) {
 }
 
 // nodes are the variables of a program, for its end.
-const nodes = "echo \"$NODE_EXTRA_CA_CERTS $DENO_TLS_CA_STORE $UV_SYSTEM_CERTS\" >>/out"
+const nodes = "echo \"$NODE_EXTRA_CA_CERTS $DENO_TLS_CA_STORE $UV_SYSTEM_CERTS $REQUESTS_CA_BUNDLE\" >>/out"
 
 // TestVariables: the first program of a container has the variables, with what it had before, and so have its children
 // and a program that enters the container.
 func TestVariables(t *testing.T) {
-	const want = "/" + store + " mozilla,system true\n"
+	const want = "/" + store + " mozilla,system true /" + store + "\n"
 	p := newPod(t)
 	must(t, os.Symlink("busybox", filepath.Join(p.root, "bin/env")))
 	newEngine(t, p)
@@ -99,10 +98,10 @@ func TestVariablesOfEntry(t *testing.T) {
 		"done' & sleep 0.1; child=$!")
 	testbed.Eventually(t, "the container runs", func() bool { return p.output() == "up\n" })
 	must(t, os.WriteFile(p.out, nil, 0o666))
-	p.run("NODE_EXTRA_CA_CERTS=/mine nsenter --target=$(cat /proc/$child/task/$child/children) --mount --root /bin/sh -c '" +
+	p.run("CURL_CA_BUNDLE=/x NODE_EXTRA_CA_CERTS=/mine nsenter --target=$(cat /proc/$child/task/$child/children) --mount --root /bin/sh -c '" +
 		nodes + "'")
 	p.wantEnded(2)
-	if got, want := p.output(), "/mine mozilla,system true\n"; got != want {
+	if got, want := p.output(), "/mine mozilla,system true \n"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
 	must(t, os.WriteFile(filepath.Join(p.root, "tmp/go"), nil, 0o644))

@@ -145,17 +145,18 @@ func unescape(path string) string {
 	return b.String()
 }
 
-// Unbind takes away the mounts that Add has made with Options.Bind. enter is as Options.Enter.
-func Unbind(rootPath string, bind *Bind, enter func() error) error {
+// Unbind takes away the mounts that Add has made with Options.Bind: all, or those over stores of Python packages alone.
+// enter is as Options.Enter.
+func Unbind(rootPath string, bind *Bind, packagesOnly bool, enter func() error) error {
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread() // for ever: its mount namespace is not the process's
-		done <- unbind(rootPath, bind, enter)
+		done <- unbind(rootPath, bind, packagesOnly, enter)
 	}()
 	return <-done
 }
 
-func unbind(rootPath string, bind *Bind, enter func() error) error {
+func unbind(rootPath string, bind *Bind, packagesOnly bool, enter func() error) error {
 	r, err := openRoot(rootPath)
 	if err != nil {
 		return err
@@ -170,7 +171,7 @@ func unbind(rootPath string, bind *Bind, enter func() error) error {
 	}
 	var errs []error
 	for _, m := range slices.Backward(mounts) { // those that lie on others come last
-		if m.ours {
+		if m.ours && (!packagesOnly || isInPackage(m.path)) {
 			errs = append(errs, r.unmountID(m))
 		}
 	}

@@ -1,6 +1,10 @@
 package truststore
 
-import "context"
+import (
+	"context"
+	"slices"
+	"strings"
+)
 
 // maxPackages bounds the folders of packages that are found.
 const maxPackages = 64
@@ -13,6 +17,11 @@ var inPackages = []string{
 	"botocore/cacert.pem",
 	"httplib2/cacerts.txt",
 	"grpc/_cython/_credentials/roots.pem",
+}
+
+// isInPackage reports whether a path is that of a bundle in a Python package.
+func isInPackage(path string) bool {
+	return slices.ContainsFunc(inPackages, func(bundle string) bool { return strings.HasSuffix(path, "/"+bundle) })
 }
 
 // fixedCertifi are patterns of certifi's places outside of folders for packages.
