@@ -332,8 +332,8 @@ func (e *Engine) stepAside(ctx context.Context, w *watcher, c *container, p *pro
 	return nil
 }
 
-// unbind takes the mounts over the stores of the container of a process away, or over those in Python packages alone. It
-// does not return while a file system there hangs.
+// unbind takes the mounts over the stores of the container of a process away, or over those in Python packages alone.
+// It does not return while a file system there hangs.
 func unbind(p *process, packagesOnly bool) error {
 	root, namespace, err := p.openContainer()
 	if err != nil {

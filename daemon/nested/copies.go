@@ -14,9 +14,9 @@ import (
 	"github.com/sluice-cni/sluice/plugin/truststore"
 )
 
-// tmpfs is the file system with the copies of stores for the containers of a pod. The kernel bounds it, whatever the
-// pod does: a mount namespace may keep copies for longer than its container runs. Its memory is free again when the
-// engine has closed it, and the last mount in a container has gone.
+// tmpfs is the file system with the copies of stores for the containers of a pod. The kernel bounds it: a mount
+// namespace may keep copies for longer than its container runs. Its memory is free again when the engine has closed it,
+// and the last mount in a container has gone.
 type tmpfs struct {
 	names atomic.Uint64 // of the copies so far
 

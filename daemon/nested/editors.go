@@ -16,8 +16,8 @@ import (
 // maxArguments bounds the arguments that are looked at: a program with more of them counts as an updater.
 const maxArguments = 1024
 
-// updateBy returns the update of trust stores that a program of that name makes, by its arguments. variables are those of
-// the process, or nil if it is to be asked. One with a hanging file system goes on.
+// updateBy returns the update of trust stores that a program of that name makes, by its arguments. variables are those
+// of the process, or nil if it is to be asked. One with a hanging file system goes on.
 func (e *Engine) updateBy(
 	ctx context.Context, c *container, p *process, name string, variables map[string]string,
 ) update {

@@ -228,8 +228,8 @@ func (e *Engine) warnOfStopped(err error) {
 	}
 }
 
-// Watch sets the pods whose nested containers are to trust the CA: their UIDs by the inode of their netns. Containers
-// that run already are looked at. Those of other pods lose their mounts.
+// Watch sets the pods that have opted in: their UIDs by the inode of their netns. Containers that run already are
+// looked at. Those of other pods lose their mounts.
 func (e *Engine) Watch(pods map[uint32]string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -358,7 +358,7 @@ func (e *Engine) read(w *watcher) {
 	}
 }
 
-// fail gives up a watcher whose events cannot be read. The next Watch starts again.
+// fail gives up a watcher after an error of reading its events. The next Watch starts again.
 func (e *Engine) fail(w *watcher, err error) {
 	e.config.Log.Error("nested containers are not given the CA: their TLS is passed through", "err", err)
 	e.mu.Lock()

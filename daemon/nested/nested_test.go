@@ -389,8 +389,8 @@ func TestBusyMachine(t *testing.T) {
 	}
 }
 
-// TestWithoutBTF: on a kernel without its types containers start as ever, and the status says why they are not given the
-// CA. They are when the kernel has the types, after the next look at the pods.
+// TestWithoutBTF: on a kernel without its types containers start as ever, and the status says why they are not given
+// the CA. They are when the kernel has the types, after the next look at the pods.
 func TestWithoutBTF(t *testing.T) {
 	const types = "/sys/kernel/btf"
 	must(t, unix.Mount("tmpfs", types, "tmpfs", 0, "")) // in the mount namespace of the tests

@@ -10,22 +10,21 @@ import (
 	"github.com/sluice-cni/sluice/daemon/throttle"
 )
 
-// watchedPod is a pod whose nested containers are to trust the CA. Its bounds keep it from taking the daemon's threads and
-// memory: those of other pods are not touched.
+// watchedPod is a pod that has opted in. Its bounds keep it from taking the threads and the memory of the daemon, which
+// other pods need.
 type watchedPod struct {
 	uid   string
 	lines throttle.Lines // about its containers
-	// turns are taken by those who work in its containers, and looks by those who look at the arguments of its
-	// programs.
+	// A turn is taken for each work in its containers, and a look for each look at the arguments of its programs.
 	turns, looks chan struct{}
-	silent       atomic.Int32 // the turns whose work hangs
+	silent       atomic.Int32 // the turns of work that hangs
 	tmpfs        tmpfs
 }
 
 const (
 	// maxTurns bounds the containers of a pod that are worked in at the same time.
 	maxTurns = 4
-	// maxLooks bounds the programs of a pod whose arguments are looked at, at the same time.
+	// maxLooks bounds the looks at arguments of a pod's programs at the same time.
 	maxLooks = 8
 )
 
@@ -36,13 +35,13 @@ func newWatchedPod(uid string) *watchedPod {
 var (
 	// errSilent is the error about a container with a file system that hangs.
 	errSilent = fmt.Errorf("its file system does not respond within %s", deadline)
-	// errBusy is the error about a pod whose turns are all taken.
+	// errBusy is the error about a pod with all of its turns taken.
 	errBusy = errors.New("too many containers start at the same time, or do not respond")
 )
 
-// alone calls do for the work in a container, which nobody else does meanwhile. It returns at the end of ctx also if do
+// alone calls do for the work in a container, after other work there has ended. It returns at the end of ctx also if do
 // does not, because a file system in the container hangs. The container, and a turn of its pod, are taken until do has
-// returned, and nobody waits for them.
+// returned, and further calls do not wait for them.
 func (c *container) alone(ctx context.Context, do func() error) error {
 	if c.silent.Load() > 0 {
 		return errSilent
@@ -88,7 +87,8 @@ func (c *container) alone(ctx context.Context, do func() error) error {
 	}
 }
 
-// warn logs that a container is not given the CA, unless there was such a line just now: a pod can cause it at any rate.
+// warn logs that a container is not given the CA, unless there was such a line just now: a pod can cause it at any
+// rate.
 func (p *watchedPod) warn(log *slog.Logger, container string, err error) {
 	if count, due := p.lines.Due("not given"); due {
 		log.Warn("a nested container is not given the CA", "uid", p.uid, "container", container, "err", err,

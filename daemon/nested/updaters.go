@@ -33,7 +33,7 @@ const openssl = "openssl"
 
 func isRehash(arguments []string) bool { return len(arguments) > 0 && arguments[0] == "rehash" }
 
-// packagers are the names of programs that install Python packages, whatever their arguments are.
+// packagers are the names of programs that install Python packages with any arguments.
 var packagers = []string{"uv", "uvx", "poetry", "pipenv"}
 
 // pips and pythons are the names of programs that may install Python packages, of which certifi and pip itself bring a
@@ -75,8 +75,8 @@ func isInstaller(name string, arguments []string) bool {
 	return false
 }
 
-// isServed reports whether a program of that name installs Python packages, and trusts the CA by its variables while the
-// stores of packages are without.
+// isServed reports whether a program of that name installs Python packages, and trusts the CA by its variables while
+// the stores of packages are without.
 func isServed(name string, variables map[string]string, bundle string) bool {
 	switch {
 	case bundle == "" || name == openssl || slices.Contains(editors, name):
@@ -88,7 +88,7 @@ func isServed(name string, variables map[string]string, bundle string) bool {
 	}
 }
 
-// isUpdater reports whether a program of that name, as the kernel keeps it, writes stores whatever its arguments are.
+// isUpdater reports whether a program of that name, as the kernel keeps it, writes stores with any arguments.
 func isUpdater(name string) bool {
 	return slices.ContainsFunc(updaters, func(u string) bool { return u[:min(len(u), maxName)] == name })
 }

@@ -41,9 +41,9 @@ func variablesFor(bundle string) []variable {
 
 // addVariables adds environment variables, as NAME=value, to a program that has stopped before its first instruction.
 //
-// The kernel has put the variables on the stack, below which there is room. A copy with more of them goes there, and the
-// stack pointer to the copy: only ptrace(2) can set it. A debugger that traces the process keeps it from that. The end
-// of the thread that traces is the end of the trace.
+// The kernel has put the variables on the stack, below which there is room. A copy with more of them goes there, and
+// the stack pointer to the copy: only ptrace(2) can set it. A debugger that traces the process keeps it from that. The
+// end of the thread that traces is the end of the trace.
 func (p *process) addVariables(ctx context.Context, entries []string) error {
 	if len(entries) == 0 {
 		return nil
@@ -74,7 +74,7 @@ func (t *tracee) addVariables(ctx context.Context, entries []string) error {
 	if err := t.seize(ctx); err != nil {
 		return err
 	}
-	defer func() { _ = unix.PtraceDetach(t.pid) }() // it has ended, or goes on with what it has
+	defer func() { _ = unix.PtraceDetach(t.pid) }() // fails if it has ended
 	registers := make([]uint64, stackPointer.registers)
 	length, err := t.registers(unix.PTRACE_GETREGSET, registers)
 	if err != nil {
@@ -175,7 +175,7 @@ func missing(wanted []variable, has map[string]string) (entries []string) {
 const (
 	// maxVectors bounds the pointers on the stack of a new program: 16,000 arguments and variables.
 	maxVectors = 128 << 10
-	// maxAdded bounds what is added to the stack, for which the kernel leaves 128 KiB (setup_arg_pages).
+	// maxAdded bounds the addition to the stack, for which the kernel leaves 128 KiB (setup_arg_pages).
 	maxAdded = 96 << 10
 )
 
@@ -221,9 +221,9 @@ func vectors(words []uint64) (auxiliary, end int, secure bool) {
 	return 0, 0, false
 }
 
-// extend returns what is to be put below the stack of a new program at a pointer, to add variables: the number of
+// extend returns the bytes to put below the stack of a new program at a pointer, to add variables: the number of
 // arguments, the pointers to them and to the variables, the auxiliary vector, and the new variables. It is nil for a
-// program that has more rights than its caller: nobody but its user is to choose its variables.
+// program that has more rights than its caller: its variables are for its user alone to choose.
 func extend(stack []byte, pointer uint64, entries []string) ([]byte, error) {
 	words := make([]uint64, len(stack)/word)
 	for i := range words {

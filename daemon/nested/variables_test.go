@@ -35,7 +35,8 @@ func TestExtend(t *testing.T) {
 	must(t, err)
 	const length = 14*8 + 16 // the strings take 15 bytes
 	text := uint64(pointer - length + 14*8)
-	want := slices.Concat(words(arguments, 0xa1, 0xa2, 0, 0xe1, text, text+4, 0, pageSize, 4096, auxSecure, 0, auxNull, 0),
+	want := slices.Concat(
+		words(arguments, 0xa1, 0xa2, 0, 0xe1, text, text+4, 0, pageSize, 4096, auxSecure, 0, auxNull, 0),
 		[]byte("A=1\x00LONGER=xyz\x00\x00"))
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("(-want +got)\n%s", diff)
@@ -94,12 +95,12 @@ func TestVariables(t *testing.T) {
 func TestVariablesOfEntry(t *testing.T) {
 	p := newPod(t)
 	newEngine(t, p)
-	p.run("unshare --mount --pid --fork --root=$root /bin/sh -c 'echo up >/out; while [ ! -e /tmp/go ]; do sleep 0.1; " +
-		"done' & sleep 0.1; child=$!")
+	p.run("unshare --mount --pid --fork --root=$root /bin/sh -c 'echo up >/out; " +
+		"while [ ! -e /tmp/go ]; do sleep 0.1; done' & child=$!")
 	testbed.Eventually(t, "the container runs", func() bool { return p.output() == "up\n" })
 	must(t, os.WriteFile(p.out, nil, 0o666))
-	p.run("CURL_CA_BUNDLE=/x NODE_EXTRA_CA_CERTS=/mine nsenter --target=$(cat /proc/$child/task/$child/children) --mount --root /bin/sh -c '" +
-		nodes + "'")
+	p.run("CURL_CA_BUNDLE=/x NODE_EXTRA_CA_CERTS=/mine nsenter --target=$(cat /proc/$child/task/$child/children) " +
+		"--mount --root /bin/sh -c '" + nodes + "'")
 	p.wantEnded(2)
 	if got, want := p.output(), "/mine mozilla,system true \n"; got != want {
 		t.Errorf("got %q, want %q", got, want)

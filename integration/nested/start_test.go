@@ -166,7 +166,8 @@ func (s starter) start() (took time.Duration, hasCA bool) {
 // connect connects in a new container.
 func (s starter) connect(times int) (took []time.Duration) {
 	s.b.Helper()
-	out := s.run(clients.GoFile, clients.ConnectCommand, net.JoinHostPort(testbed.WorldIPv4, "443"), strconv.Itoa(times))
+	address := net.JoinHostPort(testbed.WorldIPv4, "443")
+	out := s.run(clients.GoFile, clients.ConnectCommand, address, strconv.Itoa(times))
 	for line := range strings.Lines(out) {
 		t, err := time.ParseDuration(strings.TrimSpace(line) + "µs")
 		if err != nil {

@@ -28,8 +28,8 @@ type Bind struct {
 // opensslFiles are the files that OpenSSL reads before the directory with hashed names.
 var opensslFiles = []string{"/usr/lib/ssl/cert.pem", "/etc/ssl/cert.pem", "/etc/pki/tls/cert.pem"}
 
-// storable are the file systems whose files are mounted over without being asked for more: others, such as FUSE, are
-// served by processes that may never answer.
+// storable are the file systems with files over which a copy is mounted: others, such as FUSE, are served by processes
+// that may never answer.
 var storable = []uint32{
 	unix.OVERLAYFS_SUPER_MAGIC, unix.EXT4_SUPER_MAGIC, unix.XFS_SUPER_MAGIC, unix.BTRFS_SUPER_MAGIC,
 	unix.TMPFS_MAGIC, unix.F2FS_SUPER_MAGIC, zfsMagic, unix.SQUASHFS_MAGIC, unix.EROFS_SUPER_MAGIC_V1,

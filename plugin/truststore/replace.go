@@ -180,7 +180,7 @@ func writeFile(dir *os.File, name string, contents []byte) (present bool, err er
 }
 
 // giveToOwner gives a new file, or a new folder, to the owner of the folder in which it lies: where the container has a
-// user namespace and this process has not, the container would show it as nobody's. A file of nobody's serves as well,
+// user namespace and this process has not, the container would show it without an owner. Such a file serves as well,
 // so an error does not count.
 func giveToOwner(f, dir *os.File) {
 	its, err := statFD(f)
