@@ -367,7 +367,8 @@ func TestCopies(t *testing.T) {
 	}
 }
 
-// TestBusyMachine: containers have the CA at their first instruction also on a machine that has no time.
+// TestBusyMachine: containers have the CA and the variables at their first instruction also on a machine that has no
+// time.
 func TestBusyMachine(t *testing.T) {
 	for range 4 * runtime.NumCPU() {
 		busy := exec.Command("/bin/busybox", "sh", "-c", "while :; do :; done")
@@ -381,7 +382,7 @@ func TestBusyMachine(t *testing.T) {
 	newEngine(t, p)
 	const starts = 100
 	for range starts {
-		p.start(countCA)
+		p.start(countCA + "; [ \"$UV_SYSTEM_CERTS\" ]")
 	}
 	p.wantEnded(starts)
 	if got, want := p.output(), strings.Repeat("1\n", starts); got != want {

@@ -249,10 +249,10 @@ func (p *process) isHeld() bool {
 	if err != nil {
 		return false
 	}
-	switch call.number {
-	case unix.SYS_EXECVE, unix.SYS_EXECVEAT:
+	switch {
+	case call.isExec():
 		return true
-	case 11, 358, 387: // of 32-bit programs on amd64 and arm64. 11 is munmap(2), too, but an exec leaves no arguments
+	case call.number == 11, call.number == 358, call.number == 387: // of 32-bit programs on amd64 and arm64. 11 is munmap(2), too, but an exec leaves no arguments
 		return call.arguments == [6]uint64{}
 	default:
 		return false
@@ -263,6 +263,12 @@ func (p *process) isHeld() bool {
 type systemCall struct {
 	number    int // -1 for none
 	arguments [6]uint64
+}
+
+// isExec reports whether the call is an exec of a 64-bit program. It is the last one of a process that has run none of
+// the new program's instructions: an interrupt leaves none.
+func (c systemCall) isExec() bool {
+	return c.number == unix.SYS_EXECVE || c.number == unix.SYS_EXECVEAT
 }
 
 // systemCall returns that of the thread with a folder. It fails for a thread that runs.

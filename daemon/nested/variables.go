@@ -45,7 +45,7 @@ func variablesFor(bundle string) []variable {
 // the stack pointer to the copy: only ptrace(2) can set it. A debugger that traces the process keeps it from that. The
 // end of the thread that traces is the end of the trace.
 func (p *process) addVariables(ctx context.Context, entries []string) error {
-	if len(entries) == 0 {
+	if len(entries) == 0 || stackPointer.registers == 0 {
 		return nil
 	}
 	pid, err := strconv.Atoi(filepath.Base(p.dir.Name()))
@@ -67,14 +67,15 @@ func (p *process) addVariables(ctx context.Context, entries []string) error {
 // tracee is a process that the calling thread traces.
 type tracee struct {
 	*process
-	pid int
+	pid    int
+	signal unix.Signal // the one that has stopped it; 0 for the stop that seize asks for
 }
 
 func (t *tracee) addVariables(ctx context.Context, entries []string) error {
 	if err := t.seize(ctx); err != nil {
 		return err
 	}
-	defer func() { _ = unix.PtraceDetach(t.pid) }() // fails if it has ended
+	defer t.detach()
 	registers := make([]uint64, stackPointer.registers)
 	length, err := t.registers(unix.PTRACE_GETREGSET, registers)
 	if err != nil {
@@ -82,6 +83,9 @@ func (t *tracee) addVariables(ctx context.Context, entries []string) error {
 	}
 	if length != len(registers)*word {
 		return nil // a 32-bit program
+	}
+	if call, err := t.systemCall("."); err != nil || !call.isExec() {
+		return errors.Join(errors.New("it runs already"), err)
 	}
 	memory, err := t.open("mem", unix.O_RDWR)
 	if err != nil {
@@ -126,6 +130,9 @@ func (t *tracee) seize(ctx context.Context) error {
 		case err != nil:
 			return fmt.Errorf("waiting for its stop: %w", err)
 		case got == t.pid && status.Stopped():
+			if event := status >> 16; event == 0 {
+				t.signal = status.StopSignal()
+			}
 			return nil
 		case got == t.pid:
 			return errOther // it has ended
@@ -136,6 +143,12 @@ func (t *tracee) seize(ctx context.Context) error {
 			return errors.New("it does not stop")
 		}
 	}
+}
+
+// detach ends the trace. A signal that came meanwhile has its effect now.
+func (t *tracee) detach() {
+	// It fails if the process has ended.
+	_, _, _ = unix.Syscall6(unix.SYS_PTRACE, unix.PTRACE_DETACH, uintptr(t.pid), 0, uintptr(t.signal), 0, 0)
 }
 
 // tracePause is the time between two looks whether a process has stopped.

@@ -3,12 +3,14 @@ package nested
 import (
 	"encoding/binary"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
@@ -88,6 +90,35 @@ func TestVariables(t *testing.T) {
 	must(t, err)
 	if !strings.Contains(string(inherited), "NODE_EXTRA_CA_CERTS=/"+store+"\n") {
 		t.Errorf("a child has the variables\n%s", inherited)
+	}
+}
+
+// TestVariablesTooLate: a program that runs keeps its stack, and goes on.
+func TestVariablesTooLate(t *testing.T) {
+	for name, script := range map[string]string{
+		"it sleeps":   "trap 'exit 7' TERM; echo up; while :; do sleep 0.1; done",
+		"it computes": "trap 'exit 7' TERM; echo up; while :; do :; done",
+	} {
+		t.Run(name, func(t *testing.T) {
+			cmd := exec.Command("/bin/busybox", "sh", "-c", script)
+			out, err := cmd.StdoutPipe()
+			must(t, err)
+			must(t, cmd.Start())
+			_, err = out.Read(make([]byte, 1))
+			must(t, err)
+			p, err := openProcess("/proc", uint32(cmd.Process.Pid), 0)
+			must(t, err)
+			defer p.close()
+			for range 100 {
+				if err := p.addVariables(t.Context(), []string{"A=1"}); err == nil {
+					t.Fatal("got no error")
+				}
+			}
+			must(t, cmd.Process.Signal(unix.SIGTERM))
+			if err := cmd.Wait(); cmd.ProcessState.ExitCode() != 7 {
+				t.Errorf("got %v, want a program that ends as it wants to", err)
+			}
+		})
 	}
 }
 
