@@ -42,6 +42,14 @@ func nestedContainer(ctx context.Context, t *testing.T, c *envconf.Config) {
 	if got := countCA(ctx, c, "nested", "chroot /c "); got != "0" {
 		t.Errorf("the root of the nested containers has %q certificates of the CA, want 0", got)
 	}
+	const variable = `sh -c 'echo "$UV_SYSTEM_CERTS"'`
+	for pod, want := range map[string]string{"nested": "true\n", "not-nested": "\n"} {
+		got, err := inPod(ctx, c, namespace, pod, "sh", "-c", inNested+variable)
+		must(t, err)
+		if got != want {
+			t.Errorf("%s: the first program has the variable %q, want %q", pod, got, want)
+		}
+	}
 	_, err := inPod(ctx, c, namespace, "nested", "sh", "-c", inNested+"sleep 86400 </dev/null >/dev/null 2>&1 &")
 	must(t, err)
 	waitFor(ctx, t, "the status has the container", func() (bool, error) {
