@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"runtime"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -15,6 +16,10 @@ import (
 
 // gitVersion is set by the linker when a release is built.
 var gitVersion = "dev"
+
+// init keeps the first thread for main. Threads that enter the namespaces of pods end with their goroutine, but Go never
+// ends the first one. /proc/PID/ns would have those namespaces, and the runtime runs probes in them.
+func init() { runtime.LockOSThread() }
 
 func main() { os.Exit(run()) }
 

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -210,13 +211,22 @@ func (e *Engine) addVariables(ctx context.Context, c *container, p *process) map
 	if bundle == "" || c.inRoot(p) != p {
 		return nil
 	}
+	select {
+	case c.pod.looks <- struct{}{}:
+		defer func() { <-c.pod.looks }()
+	case <-time.After(lookWait):
+		return nil
+	}
 	has := p.environment()
 	entries := missing(variablesFor(bundle), has)
-	if err := p.addVariables(ctx, entries); err != nil {
+	added, err := p.addVariables(ctx, entries)
+	if err != nil {
 		if count, due := c.pod.lines.Due("variables"); due {
 			e.config.Log.Warn("a program in a nested container lacks variables for the CA", "uid", c.pod.uid,
 				"container", c.name, "err", err, "count", count)
 		}
+	}
+	if !added {
 		return nil
 	}
 	for _, entry := range entries {
@@ -231,6 +241,15 @@ func (c *container) boundStores() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.stores
+}
+
+// isBusy reports whether a process is one of the updaters that run.
+func (c *container) isBusy(p *process) bool {
+	now, err := p.stat()
+	return err == nil && slices.ContainsFunc(c.busy, func(b *process) bool {
+		s, err := b.stat()
+		return err == nil && b.dir.Name() == p.dir.Name() && s.start == now.start
+	})
 }
 
 // hasUpdater reports whether a program that writes stores runs in the container.
@@ -308,15 +327,17 @@ const maxBusy = 16
 // stepAside takes the mounts away for an update by a process, until that ends.
 func (e *Engine) stepAside(ctx context.Context, w *watcher, c *container, p *process, u update) error {
 	err := c.alone(ctx, func() error {
-		updater, err := p.again()
-		if err != nil {
-			return err
+		if !c.hasUpdater() || !c.isBusy(p) {
+			updater, err := p.again()
+			if err != nil {
+				return err
+			}
+			if len(c.busy) == maxBusy || !e.comeBack(w, c, updater) {
+				updater.close()
+				return nil
+			}
+			c.busy = append(c.busy, updater)
 		}
-		if c.hasUpdater() && len(c.busy) == maxBusy || !e.comeBack(w, c, updater) {
-			updater.close()
-			return nil
-		}
-		c.busy = append(c.busy, updater)
 		c.settled.Store(false)
 		if u == updateAll {
 			c.set(truststore.FilesOnly, "an updater of its trust stores runs")

@@ -25,8 +25,12 @@ type tmpfs struct {
 	closed bool
 }
 
-// tmpfsSize bounds the copies for the containers of a pod: those for some hundred containers.
-const tmpfsSize = 128 << 20
+// The bounds of the copies for the containers of a pod, which are enough for some hundred containers: in bytes, and in
+// files.
+const (
+	tmpfsSize  = 128 << 20
+	tmpfsFiles = 8 << 10
+)
 
 func (t *tmpfs) close() {
 	t.mu.Lock()
@@ -83,7 +87,7 @@ func newTmpfs() (*os.File, error) {
 	system := os.NewFile(uintptr(fd), "a tmpfs")
 	defer func() { _ = system.Close() }() // the mount keeps it
 	for _, option := range [][2]string{
-		{"source", truststore.MountSource}, {"mode", "0700"}, {"size", strconv.Itoa(tmpfsSize)},
+		{"source", truststore.MountSource}, {"mode", "0700"}, {"size", strconv.Itoa(tmpfsSize)}, {"nr_inodes", strconv.Itoa(tmpfsFiles)},
 	} {
 		if err := unix.FsconfigSetString(fd, option[0], option[1]); err != nil {
 			return nil, fmt.Errorf("fsconfig %s: %w", option[0], err)

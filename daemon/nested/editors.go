@@ -7,6 +7,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -30,7 +31,7 @@ func (e *Engine) updateBy(
 	}
 	select {
 	case c.pod.looks <- struct{}{}:
-	default:
+	case <-time.After(lookWait):
 		return updateNone
 	}
 	done := make(chan update, 1)
@@ -43,13 +44,9 @@ func (e *Engine) updateBy(
 		switch {
 		case !writes:
 			done <- updateNone
-			return
-		case variables == nil:
-			variables = p.environment()
-		}
-		if isServed(name, variables, c.machineBundle()) {
+		case p.isServed(name, variables, c.machineBundle()):
 			done <- updatePackages
-		} else {
+		default:
 			done <- updateAll
 		}
 	}()

@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -13,6 +14,9 @@ import (
 	"github.com/sluice-cni/sluice/integration/pki"
 	"github.com/sluice-cni/sluice/integration/testbed"
 )
+
+// As in sluiced.
+func init() { runtime.LockOSThread() }
 
 // TestMain runs the tests in a mount namespace of their own.
 func TestMain(m *testing.M) { os.Exit(testbed.InMountNS(0, func() int { return testbed.Main(m) })) }

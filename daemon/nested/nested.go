@@ -168,6 +168,8 @@ func (e *Engine) Run(ctx context.Context) error {
 			e.lasting.Wait()
 			e.work.Wait()
 			e.parents.finish()
+			e.mu.Lock()
+			defer e.mu.Unlock()
 			for _, pod := range e.pods {
 				pod.tmpfs.close()
 			}

@@ -119,7 +119,8 @@ func TestInstaller(t *testing.T) {
 	const certifi = "usr/lib/python3/dist-packages/certifi/cacert.pem"
 	for name, c := range map[string]struct{ before, want string }{
 		"with the variables":    {"", "0\n1\n0\n1\n1\n"},
-		"without the variables": {"unset UV_SYSTEM_CERTS; ", "0\n0\n0\n1\n1\n"},
+		"that runs a program":   {"set run; ", "0\n0\n0\n1\n1\n"},
+		"without the variables": {"unset SSL_CERT_FILE; ", "0\n0\n0\n1\n1\n"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := newPod(t)
@@ -130,7 +131,7 @@ func TestInstaller(t *testing.T) {
 				"grep -c \""+marker+"\" /"+certifi+" >>/out; grep -c \""+marker+"\" /"+store+" >>/out\n"+
 				"while [ ! -e /tmp/go ]; do sleep 0.1; done\n"+
 				"busybox cp /"+certifi+" /tmp/new && busybox mv /tmp/new /"+certifi+"; echo $? >>/out\n")
-			p.start(c.before + "uv; grep -c \"" + marker + "\" /" + certifi + " >>/out; " + countCA)
+			p.start(c.before + "uv $1; grep -c \"" + marker + "\" /" + certifi + " >>/out; " + countCA)
 			testbed.Eventually(t, "the installer runs", func() bool { return strings.Count(p.output(), "\n") == 2 })
 			containers, _ := e.State("uid")
 			want := truststore.Trusted
@@ -380,14 +381,30 @@ func TestBusyMachine(t *testing.T) {
 	}
 	p := newPod(t)
 	newEngine(t, p)
+	before := ownNamespaces(t)
 	const starts = 100
 	for range starts {
-		p.start(countCA + "; [ \"$UV_SYSTEM_CERTS\" ]")
+		p.start(countCA + "; [ \"$DENO_TLS_CA_STORE\" ]")
 	}
 	p.wantEnded(starts)
 	if got, want := p.output(), strings.Repeat("1\n", starts); got != want {
 		t.Errorf("the stores have the CA %q times, want %q", got, want)
 	}
+	if after := ownNamespaces(t); after != before {
+		t.Errorf("the first thread was in %s, and is in %s", before, after)
+	}
+}
+
+// ownNamespaces are those of the first thread, which /proc shows as those of the process.
+func ownNamespaces(t *testing.T) string {
+	t.Helper()
+	var all []string
+	for _, name := range []string{"mnt", "net"} {
+		namespace, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", os.Getpid(), name))
+		must(t, err)
+		all = append(all, namespace)
+	}
+	return strings.Join(all, " ")
 }
 
 // TestWithoutBTF: on a kernel without its types containers start as ever, and the status says why they are not given

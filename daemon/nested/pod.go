@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync/atomic"
+	"time"
 
 	"github.com/sluice-cni/sluice/daemon/throttle"
 )
@@ -15,7 +16,8 @@ import (
 type watchedPod struct {
 	uid   string
 	lines throttle.Lines // about its containers
-	// A turn is taken for each work in its containers, and a look for each look at the arguments of its programs.
+	// A turn is taken for each work in its containers, and a look for each look at the arguments of its programs,
+	// and for each trace.
 	turns, looks chan struct{}
 	silent       atomic.Int32 // the turns of work that hangs
 	tmpfs        tmpfs
@@ -24,8 +26,10 @@ type watchedPod struct {
 const (
 	// maxTurns bounds the containers of a pod that are worked in at the same time.
 	maxTurns = 4
-	// maxLooks bounds the looks at arguments of a pod's programs at the same time.
+	// maxLooks bounds the looks at arguments and the traces of a pod's programs at the same time.
 	maxLooks = 8
+	// lookWait bounds the wait for one of them.
+	lookWait = 100 * time.Millisecond
 )
 
 func newWatchedPod(uid string) *watchedPod {
@@ -80,9 +84,10 @@ func (c *container) alone(ctx context.Context, do func() error) error {
 	case err := <-done:
 		return err
 	case <-ctx.Done():
-		if !over.Swap(true) {
-			silent(1)
+		if over.Swap(true) {
+			return <-done // both have ended at the same time
 		}
+		silent(1)
 		return errSilent
 	}
 }

@@ -84,6 +84,7 @@ type stat struct {
 	state  byte
 	parent uint32
 	start  uint64 // in ticks since the boot
+	stack  uint64 // the stack pointer at the start of the program
 }
 
 func (p *process) stat() (s stat, err error) {
@@ -93,15 +94,16 @@ func (p *process) stat() (s stat, err error) {
 	}
 	// The name stands in parentheses, and may have some of its own.
 	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
-	if len(fields) < 20 {
+	if len(fields) < 26 {
 		return s, fmt.Errorf("reading %s/stat: %d fields", p.dir.Name(), len(fields))
 	}
 	parent, parentErr := strconv.ParseUint(fields[1], 10, 32)
 	start, startErr := strconv.ParseUint(fields[19], 10, 64)
-	if err := errors.Join(parentErr, startErr); err != nil {
+	stack, stackErr := strconv.ParseUint(fields[25], 10, 64)
+	if err := errors.Join(parentErr, startErr, stackErr); err != nil {
 		return s, fmt.Errorf("reading %s/stat: %w", p.dir.Name(), err)
 	}
-	return stat{state: fields[0][0], parent: uint32(parent), start: start}, nil
+	return stat{state: fields[0][0], parent: uint32(parent), start: start, stack: stack}, nil
 }
 
 // name is that of the program that the process runs, as the kernel keeps it.
@@ -252,7 +254,8 @@ func (p *process) isHeld() bool {
 	switch {
 	case call.isExec():
 		return true
-	case call.number == 11, call.number == 358, call.number == 387: // of 32-bit programs on amd64 and arm64. 11 is munmap(2), too, but an exec leaves no arguments
+	// Those of 32-bit programs on amd64 and arm64. 11 is munmap(2), too, but an exec leaves no arguments.
+	case call.number == 11, call.number == 358, call.number == 387:
 		return call.arguments == [6]uint64{}
 	default:
 		return false

@@ -98,7 +98,8 @@ func (e *Engine) waitForWriter(w *watcher, c *container, p *process) {
 	}
 }
 
-// list lists the nested containers of pods, by the numbers of their mount namespaces.
+// list lists the nested containers of pods, by the numbers of their mount namespaces. With an error it may have missed
+// some.
 func (e *Engine) list(pods map[uint32]*watchedPod) (map[uint64]*running, error) {
 	own, err := inodeOf("/proc/self/ns/pid")
 	if err != nil {
@@ -116,12 +117,12 @@ func (e *Engine) list(pods map[uint32]*watchedPod) (map[uint64]*running, error) 
 		}
 	}
 	found := map[uint64]*running{}
-	for _, p := range l.processes {
-		if err := e.note(found, &l, p, pods); err != nil && !p.ended() {
-			return found, err
+	for _, p := range l.processes { // one that cannot be looked at may be meant to be so
+		if noteErr := e.note(found, &l, p, pods); noteErr != nil && !p.ended() {
+			err = noteErr // one stands for all
 		}
 	}
-	return found, nil
+	return found, err
 }
 
 // note notes the container of a process, if it is one in these pods.

@@ -12,7 +12,7 @@ type update int
 
 const (
 	updateNone update = iota
-	// updatePackages: those in Python packages. The program trusts the CA without them, and so does the container.
+	// updatePackages: those in Python packages. The program trusts the CA by a variable meanwhile.
 	updatePackages
 	updateAll
 )
@@ -75,17 +75,21 @@ func isInstaller(name string, arguments []string) bool {
 	return false
 }
 
-// isServed reports whether a program of that name installs Python packages, and trusts the CA by its variables while
-// the stores of packages are without.
-func isServed(name string, variables map[string]string, bundle string) bool {
-	switch {
-	case bundle == "" || name == openssl || slices.Contains(editors, name):
+// isServed reports whether a process with a program of that name installs Python packages, and trusts the CA by its
+// variables while the stores of packages are without. uvx, `uv run` and the like run other programs meanwhile, which may
+// need these stores. variables are nil if the process is to be asked.
+func (p *process) isServed(name string, variables map[string]string, bundle string) bool {
+	if name != "uv" || bundle == "" {
 		return false
-	case name == "uv" || name == "uvx":
-		return variables[systemCerts] == systemCertsOn
-	default:
-		return variables[requestsBundle] == bundle
 	}
+	arguments, err := p.arguments()
+	if err != nil || slices.Contains(arguments, "run") {
+		return false
+	}
+	if variables == nil {
+		variables = p.environment()
+	}
+	return variables[bundleVariable] == bundle
 }
 
 // isUpdater reports whether a program of that name, as the kernel keeps it, writes stores with any arguments.

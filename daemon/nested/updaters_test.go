@@ -47,23 +47,3 @@ func TestUpdaterNames(t *testing.T) {
 		}
 	}
 }
-
-// TestIsServed: an installer of Python packages that trusts the CA by its variables leaves the machine's stores alone.
-func TestIsServed(t *testing.T) {
-	t.Parallel()
-	const bundle = "/bundle.crt"
-	given := map[string]string{}
-	for _, v := range variablesFor(bundle) {
-		given[v.name] = v.value
-	}
-	for name, want := range map[string]bool{
-		"uv": true, "uvx": true, "pip3.13": true, "python3": true, "poetry": true, "rm": false, "openssl": false,
-	} {
-		if got := isServed(name, given, bundle); got != want {
-			t.Errorf("%s with the variables: got %t, want %t", name, got, want)
-		}
-		if isServed(name, nil, bundle) || isServed(name, given, "") {
-			t.Errorf("%s without the variables, or without a bundle, counts as one that trusts the CA", name)
-		}
-	}
-}

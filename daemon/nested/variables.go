@@ -20,48 +20,51 @@ import (
 // variable is an environment variable. A program that has the one of unless, or has this one, is not given it.
 type variable struct{ name, value, unless string }
 
-// The variables that pip and uv need.
-const (
-	requestsBundle = "REQUESTS_CA_BUNDLE"
-	systemCerts    = "UV_SYSTEM_CERTS"
-	systemCertsOn  = "true"
-)
+// bundleVariable names a bundle that OpenSSL and others read in place of their own.
+const bundleVariable = "SSL_CERT_FILE"
 
-// variablesFor are for clients that have roots of their own, and take others only by a variable. All but the last one
-// add to a client's roots.
+// variablesFor are for clients that have roots of their own, and take others only by a variable. There is none for
+// requests and pip: REQUESTS_CA_BUNDLE would take the place of a bundle that a program names itself.
 func variablesFor(bundle string) []variable {
 	return []variable{
 		{name: "NODE_EXTRA_CA_CERTS", value: bundle}, // Node.js and Bun
 		{name: "DENO_TLS_CA_STORE", value: "mozilla,system"},
-		{name: systemCerts, value: systemCertsOn},
-		// pip while the mounts over certifi step aside for it, and certifi in a new virtual environment.
-		{name: requestsBundle, value: bundle, unless: "CURL_CA_BUNDLE"},
+		{name: bundleVariable, value: bundle, unless: "SSL_CERT_DIR"}, // uv
 	}
 }
 
-// addVariables adds environment variables, as NAME=value, to a program that has stopped before its first instruction.
+// traceTime bounds the time for which a process is traced. It takes much less than a millisecond, unless the cgroup of
+// the process is frozen or has no time.
+const traceTime = 500 * time.Millisecond
+
+// addVariables adds environment variables, as NAME=value, to a program that has stopped before its first instruction. It
+// reports false for a program that is not to have more: one of 32 bits, or one with more rights than its caller.
 //
 // The kernel has put the variables on the stack, below which there is room. A copy with more of them goes there, and
 // the stack pointer to the copy: only ptrace(2) can set it. A debugger that traces the process keeps it from that. The
 // end of the thread that traces is the end of the trace.
-func (p *process) addVariables(ctx context.Context, entries []string) error {
-	if len(entries) == 0 || stackPointer.registers == 0 {
-		return nil
+func (p *process) addVariables(ctx context.Context, entries []string) (added bool, err error) {
+	if len(entries) == 0 {
+		return true, nil
 	}
 	pid, err := strconv.Atoi(filepath.Base(p.dir.Name()))
 	if err != nil {
-		return fmt.Errorf("adding variables to process %s: %w", p.dir.Name(), err)
+		return false, fmt.Errorf("adding variables to process %s: %w", p.dir.Name(), err)
 	}
-	done := make(chan error, 1)
+	ctx, cancel := context.WithTimeout(ctx, traceTime)
+	defer cancel()
+	done := make(chan struct{})
 	go func() {
+		defer close(done)
 		runtime.LockOSThread() // for ever: the thread ends with this function
 		t := tracee{process: p, pid: pid}
-		done <- t.addVariables(ctx, entries)
+		added, err = t.addVariables(ctx, entries)
 	}()
-	if err := <-done; err != nil && !p.ended() {
-		return fmt.Errorf("adding variables to process %d: %w", pid, err)
+	<-done
+	if err != nil && !p.ended() {
+		return false, fmt.Errorf("adding variables to process %d: %w", pid, err)
 	}
-	return nil
+	return added, nil
 }
 
 // tracee is a process that the calling thread traces.
@@ -71,42 +74,59 @@ type tracee struct {
 	signal unix.Signal // the one that has stopped it; 0 for the stop that seize asks for
 }
 
-func (t *tracee) addVariables(ctx context.Context, entries []string) error {
-	if err := t.seize(ctx); err != nil {
-		return err
-	}
+func (t *tracee) addVariables(ctx context.Context, entries []string) (added bool, err error) {
 	defer t.detach()
+	if err := t.seize(ctx); err != nil {
+		return false, err
+	}
 	registers := make([]uint64, stackPointer.registers)
 	length, err := t.registers(unix.PTRACE_GETREGSET, registers)
 	if err != nil {
-		return fmt.Errorf("reading registers: %w", err)
+		return false, fmt.Errorf("reading registers: %w", err)
 	}
-	if length != len(registers)*word {
-		return nil // a 32-bit program
+	if len(registers) == 0 || length != len(registers)*word {
+		return false, nil // a 32-bit program
 	}
-	if call, err := t.systemCall("."); err != nil || !call.isExec() {
-		return errors.Join(errors.New("it runs already"), err)
+	pointer := &registers[stackPointer.index]
+	if err := t.checkFirst(*pointer); err != nil {
+		return false, err
 	}
 	memory, err := t.open("mem", unix.O_RDWR)
 	if err != nil {
-		return err
+		return false, err
 	}
 	defer func() { _ = memory.Close() }() // all is written
-	pointer := &registers[stackPointer.index]
 	stack, err := readStack(memory, *pointer)
+	if err != nil {
+		return false, err
+	}
+	more, err := extend(stack, *pointer, entries)
+	if err != nil || more == nil {
+		return false, err
+	}
+	*pointer -= uint64(len(more))
+	if _, err := memory.WriteAt(more, int64(*pointer)); err != nil {
+		return false, fmt.Errorf("writing to the stack: %w", err)
+	}
+	if _, err := t.registers(unix.PTRACE_SETREGSET, registers); err != nil {
+		return false, fmt.Errorf("setting the stack pointer: %w", err)
+	}
+	return true, nil
+}
+
+// checkFirst fails unless the process stands before its program's first instruction: after an exec, and where the
+// kernel has put its stack pointer. The latter is not so after an exec that has failed.
+func (t *tracee) checkFirst(pointer uint64) error {
+	call, err := t.systemCall(".")
 	if err != nil {
 		return err
 	}
-	added, err := extend(stack, *pointer, entries)
-	if err != nil || added == nil {
+	now, err := t.stat()
+	if err != nil {
 		return err
 	}
-	*pointer -= uint64(len(added))
-	if _, err := memory.WriteAt(added, int64(*pointer)); err != nil {
-		return fmt.Errorf("writing to the stack: %w", err)
-	}
-	if _, err := t.registers(unix.PTRACE_SETREGSET, registers); err != nil {
-		return fmt.Errorf("setting the stack pointer: %w", err)
+	if !call.isExec() || now.stack != pointer {
+		return errors.New("it runs already")
 	}
 	return nil
 }
@@ -123,7 +143,7 @@ func (t *tracee) seize(ctx context.Context) error {
 	if err := unix.PtraceInterrupt(t.pid); err != nil {
 		return fmt.Errorf("stopping it: %w", err)
 	}
-	for {
+	for pause := firstTracePause; ; pause = min(2*pause, lastTracePause) {
 		var status unix.WaitStatus
 		got, err := unix.Wait4(t.pid, &status, unix.WALL|unix.WNOHANG, nil)
 		switch {
@@ -137,22 +157,25 @@ func (t *tracee) seize(ctx context.Context) error {
 		case got == t.pid:
 			return errOther // it has ended
 		}
-		select { // a frozen cgroup does not stop
-		case <-time.After(tracePause):
+		select {
+		case <-time.After(pause):
 		case <-ctx.Done():
 			return errors.New("it does not stop")
 		}
 	}
 }
 
-// detach ends the trace. A signal that came meanwhile has its effect now.
+// detach ends the trace, if there is one. A signal that came meanwhile has its effect now.
 func (t *tracee) detach() {
-	// It fails if the process has ended.
+	// It fails if the process has ended, or has not stopped. Then the end of the thread ends the trace.
 	_, _, _ = unix.Syscall6(unix.SYS_PTRACE, unix.PTRACE_DETACH, uintptr(t.pid), 0, uintptr(t.signal), 0, 0)
 }
 
-// tracePause is the time between two looks whether a process has stopped.
-const tracePause = 50 * time.Microsecond
+// The time between two looks whether a process has stopped.
+const (
+	firstTracePause = 50 * time.Microsecond
+	lastTracePause  = 10 * time.Millisecond
+)
 
 // word is the length of a pointer, in bytes.
 const word = 8

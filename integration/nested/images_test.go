@@ -22,6 +22,9 @@ type image struct {
 	clients    []clients.Client // in the order of the table
 }
 
+// withoutStore is the image without a trust store.
+const withoutStore = "BusyBox"
+
 // made are the images of the table, made by integration/images.sh. The layers are folders in bin/images, the lowest one
 // first.
 var made = []struct {
@@ -34,7 +37,7 @@ var made = []struct {
 	{name: "like RHEL", layers: []string{"debian12", "rhel"}},
 	{name: "distroless", layers: []string{"distroless"},
 		env: []string{"SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt"}}, // as in the real images
-	{name: "BusyBox", layers: []string{"busybox"}},
+	{name: withoutStore, layers: []string{"busybox"}},
 }
 
 // environment is that of all images, which works for a user without a home, too.
@@ -60,7 +63,7 @@ func madeImages(t *testing.T) (images []image) {
 			i.content.Layers = append(i.content.Layers, registry.Folder(folder))
 		}
 		i.content.Layers = append(i.content.Layers, goLayer(t))
-		if m.name == "BusyBox" {
+		if m.name == withoutStore {
 			i.content.Layers = append(i.content.Layers, registry.Files(map[string][]byte{passwd: users}))
 		}
 		for _, c := range clients.All {

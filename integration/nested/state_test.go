@@ -18,6 +18,7 @@ import (
 type state struct {
 	node   []string // the mounts in the namespace of sluiced
 	docker []string // those in the namespace of dockerd
+	daemon []string // the namespaces of sluiced, as its first thread has them: probes run there
 }
 
 // stateOf returns the state when no container runs: the pod has the processes of dockerd alone.
@@ -38,6 +39,13 @@ func (l *lab) stateOf(t *testing.T) state {
 		return len(namespaces) == 1 && namespaces[0] != own
 	})
 	s.node = mountsOf(t, os.Getpid())
+	for _, name := range []string{"mnt", "net"} {
+		namespace, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", l.Daemon.Pid(), name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.daemon = append(s.daemon, namespace)
+	}
 	return s
 }
 
@@ -73,6 +81,9 @@ func (l *lab) wantState(t *testing.T, want state) {
 	if !slices.Equal(got.docker, want.docker) {
 		t.Errorf("the mounts of dockerd's namespace: new are %q, gone are %q",
 			without(got.docker, want.docker), without(want.docker, got.docker))
+	}
+	if !slices.Equal(got.daemon, want.daemon) {
+		t.Errorf("sluiced is in the namespaces %q, want %q", got.daemon, want.daemon)
 	}
 	if stopped := l.stopped(); stopped != nil {
 		t.Errorf("these processes are stopped: %q", stopped)

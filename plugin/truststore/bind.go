@@ -62,7 +62,7 @@ func (r *root) bindOver(p *place, old *os.File, info unix.Statx_t, contents chan
 	defer discard()
 	err = writeBuffered(f, contents)
 	if err == nil {
-		err = inherit(f, old, info)
+		err = inherit(f, old, info, "security.") // labels; others take memory that no tmpfs counts
 	}
 	if err == nil {
 		err = r.unmountOurs(p)

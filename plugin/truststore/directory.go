@@ -370,7 +370,7 @@ func (r *run) copyFile(to, from *os.File, name string, left *int64) error {
 	}
 	_, err = io.Copy(target, io.LimitReader(source, int64(info.Size)))
 	if err == nil {
-		err = inherit(target, source, info)
+		err = inherit(target, source, info, "")
 	}
 	if err = errors.Join(err, target.Close()); err != nil {
 		return fmt.Errorf("copying %s/%s: %w", from.Name(), name, err)

@@ -22,7 +22,7 @@ func (r *root) mountOver(p *place, old *os.File, info unix.Statx_t, contents cha
 	defer discard() // the mount keeps the file
 	err = writeBuffered(f, contents)
 	if err == nil {
-		err = inherit(f, old, info)
+		err = inherit(f, old, info, "")
 	}
 	if err == nil {
 		err = r.mountFile(f, p)

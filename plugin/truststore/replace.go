@@ -56,7 +56,7 @@ func rename(p *place, old *os.File, info unix.Statx_t, contents change) error {
 		if err := writeBuffered(f, contents); err != nil {
 			return err
 		}
-		return inherit(f, old, info)
+		return inherit(f, old, info, "")
 	})
 	if err != nil {
 		return fmt.Errorf("replacing %s: %w", p.path, err)
@@ -119,10 +119,10 @@ func writeBuffered(f *os.File, contents change) error {
 	return nil
 }
 
-// inherit gives a new file the owner, the mode and the extended attributes of the old one. The owner is last: to change
-// the mode of another user's file would take one more capability.
-func inherit(f, old *os.File, info unix.Statx_t) error {
-	copyAttributes(f, old)
+// inherit gives a new file the owner, the mode and the extended attributes of the old one with a prefix. The owner is
+// last: to change the mode of another user's file would take one more capability.
+func inherit(f, old *os.File, info unix.Statx_t, prefix string) error {
+	copyAttributes(f, old, prefix)
 	if err := unix.Fchmod(int(f.Fd()), uint32(info.Mode)&0o7777); err != nil {
 		return fmt.Errorf("giving the new file its mode: %w", err)
 	}
@@ -132,25 +132,27 @@ func inherit(f, old *os.File, info unix.Statx_t) error {
 	return nil
 }
 
-// maxAttribute bounds the names, and each value, of extended attributes.
-const maxAttribute = 64 << 10
+// maxAttributes bounds the names, and the values together, of extended attributes.
+const maxAttributes = 64 << 10
 
-// copyAttributes copies the extended attributes that can be copied. A label that this process may not set is left out:
+// copyAttributes copies the extended attributes that can be copied, and whose names begin with a prefix. A label that this process may not set is left out:
 // the file system gives the new file one.
-func copyAttributes(f, old *os.File) {
+func copyAttributes(f, old *os.File, prefix string) {
 	size, err := unix.Flistxattr(int(old.Fd()), nil)
-	if err != nil || size == 0 || size > maxAttribute {
+	if err != nil || size == 0 || size > maxAttributes {
 		return
 	}
+	left := maxAttributes
 	names := make([]byte, size)
 	if size, err = unix.Flistxattr(int(old.Fd()), names); err != nil {
 		return
 	}
 	for name := range strings.SplitSeq(strings.TrimSuffix(string(names[:size]), "\x00"), "\x00") {
 		length, err := unix.Fgetxattr(int(old.Fd()), name, nil)
-		if err != nil || length > maxAttribute || strings.HasPrefix(name, "trusted.overlay.") {
+		if err != nil || length > left || strings.HasPrefix(name, "trusted.overlay.") || !strings.HasPrefix(name, prefix) {
 			continue
 		}
+		left -= length
 		value := make([]byte, length)
 		if length, err = unix.Fgetxattr(int(old.Fd()), name, value); err == nil {
 			_ = unix.Fsetxattr(int(f.Fd()), name, value[:length], 0) // as the comment above says

@@ -42,8 +42,8 @@ func nestedContainer(ctx context.Context, t *testing.T, c *envconf.Config) {
 	if got := countCA(ctx, c, "nested", "chroot /c "); got != "0" {
 		t.Errorf("the root of the nested containers has %q certificates of the CA, want 0", got)
 	}
-	const variable = `sh -c 'echo "$UV_SYSTEM_CERTS"'`
-	for pod, want := range map[string]string{"nested": "true\n", "not-nested": "\n"} {
+	const variable = `sh -c 'echo "$DENO_TLS_CA_STORE"'`
+	for pod, want := range map[string]string{"nested": "mozilla,system\n", "not-nested": "\n"} {
 		got, err := inPod(ctx, c, namespace, pod, "sh", "-c", inNested+variable)
 		must(t, err)
 		if got != want {
