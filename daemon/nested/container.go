@@ -211,29 +211,34 @@ func (e *Engine) addVariables(ctx context.Context, c *container, p *process) map
 	if bundle == "" || c.inRoot(p) != p {
 		return nil
 	}
-	select {
-	case c.pod.looks <- struct{}{}:
-		defer func() { <-c.pod.looks }()
-	case <-time.After(lookWait):
-		return nil
-	}
-	has := p.environment()
-	entries := missing(variablesFor(bundle), has)
-	added, err := p.addVariables(ctx, entries)
+	all, err := c.tryVariables(ctx, p, variablesFor(bundle))
 	if err != nil {
 		if count, due := c.pod.lines.Due("variables"); due {
 			e.config.Log.Warn("a program in a nested container lacks variables for the CA", "uid", c.pod.uid,
 				"container", c.name, "err", err, "count", count)
 		}
 	}
-	if !added {
-		return nil
+	return all
+}
+
+// tryVariables adds variables to a program, and returns all that it has then. There are none if it is not to have more.
+func (c *container) tryVariables(ctx context.Context, p *process, wanted []variable) (map[string]string, error) {
+	select {
+	case c.pod.looks <- struct{}{}:
+		defer func() { <-c.pod.looks }()
+	case <-time.After(lookWait):
+		return nil, errors.New("too many programs are looked at at the same time")
+	}
+	all := p.environment()
+	entries := missing(wanted, all)
+	if added, err := p.addVariables(ctx, entries); err != nil || !added {
+		return nil, err
 	}
 	for _, entry := range entries {
 		name, value, _ := strings.Cut(entry, "=")
-		has[name] = value
+		all[name] = value
 	}
-	return has
+	return all, nil
 }
 
 // boundStores returns the paths of the stores that have the CA, or had it before an updater.
