@@ -17,8 +17,9 @@ import (
 // gitVersion is set by the linker when a release is built.
 var gitVersion = "dev"
 
-// init keeps the first thread for main. Threads that enter the namespaces of pods end with their goroutine, but Go never
-// ends the first one. /proc/PID/ns would have those namespaces, and the runtime runs probes in them.
+// init keeps the first thread for main. Threads that enter the namespaces of pods end with their goroutines, but Go
+// never ends the first one. If such a goroutine ran on it, /proc/PID/ns would show a pod's namespaces, and exec probes
+// of kubelet would run there.
 func init() { runtime.LockOSThread() }
 
 func main() { os.Exit(run()) }

@@ -46,6 +46,8 @@ type podTrust struct {
 	hub          *proxies.Hub
 	orchestrator agent.Orchestrator
 
+	watching sync.Mutex // held while the pods are listed and told: the last list counts
+
 	mu      sync.Mutex      // guards changed
 	changed map[string]bool // UIDs of pods whose state may have changed
 	wake    chan struct{}   // receives when there are some
@@ -130,6 +132,8 @@ func (t *podTrust) older(podUID string) bool {
 
 // watchNested has the nested containers looked after in the pods that have opted in.
 func (t *podTrust) watchNested() {
+	t.watching.Lock()
+	defer t.watching.Unlock()
 	pods := map[uint32]string{}
 	for _, e := range t.table.All() {
 		for _, r := range e.Records() {

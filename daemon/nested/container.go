@@ -204,8 +204,8 @@ func (c *container) machineBundle() string {
 	return c.bundle
 }
 
-// addVariables adds the variables to a program that enters a container, if that has a bundle with the CA, and is its
-// root. It returns all variables of the program then.
+// addVariables adds the variables to a program that enters a container, if the container has a bundle with the CA, and
+// is the program's root. It returns all variables of the program then.
 func (e *Engine) addVariables(ctx context.Context, c *container, p *process) map[string]string {
 	bundle := c.machineBundle()
 	if bundle == "" || c.inRoot(p) != p {
@@ -222,13 +222,34 @@ func (e *Engine) addVariables(ctx context.Context, c *container, p *process) map
 }
 
 // tryVariables adds variables to a program, and returns all that it has then. There are none if it is not to have more.
+// The memory of a process that does not wait until then may be a file of a FUSE that hangs: a look is taken until it
+// responds.
 func (c *container) tryVariables(ctx context.Context, p *process, wanted []variable) (map[string]string, error) {
 	select {
 	case c.pod.looks <- struct{}{}:
-		defer func() { <-c.pod.looks }()
 	case <-time.After(lookWait):
 		return nil, errors.New("too many programs are looked at at the same time")
 	}
+	type outcome struct {
+		all map[string]string
+		err error
+	}
+	done := make(chan outcome, 1)
+	go func() {
+		defer func() { <-c.pod.looks }()
+		all, err := p.withVariables(ctx, wanted)
+		done <- outcome{all, err}
+	}()
+	select {
+	case o := <-done:
+		return o.all, o.err
+	case <-ctx.Done():
+		return nil, errors.New("the process does not respond")
+	}
+}
+
+// withVariables adds the variables that a program does not have.
+func (p *process) withVariables(ctx context.Context, wanted []variable) (map[string]string, error) {
 	all := p.environment()
 	entries := missing(wanted, all)
 	if added, err := p.addVariables(ctx, entries); err != nil || !added {

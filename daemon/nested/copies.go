@@ -87,7 +87,8 @@ func newTmpfs() (*os.File, error) {
 	system := os.NewFile(uintptr(fd), "a tmpfs")
 	defer func() { _ = system.Close() }() // the mount keeps it
 	for _, option := range [][2]string{
-		{"source", truststore.MountSource}, {"mode", "0700"}, {"size", strconv.Itoa(tmpfsSize)}, {"nr_inodes", strconv.Itoa(tmpfsFiles)},
+		{"source", truststore.MountSource}, {"mode", "0700"},
+		{"size", strconv.Itoa(tmpfsSize)}, {"nr_inodes", strconv.Itoa(tmpfsFiles)},
 	} {
 		if err := unix.FsconfigSetString(fd, option[0], option[1]); err != nil {
 			return nil, fmt.Errorf("fsconfig %s: %w", option[0], err)

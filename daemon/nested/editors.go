@@ -39,7 +39,10 @@ func (e *Engine) updateBy(
 		defer func() { <-c.pod.looks }()
 		writes, err := p.updates(name, stores)
 		if err != nil && !p.ended() {
-			e.config.Log.Warn("it is not known whether a program changes a trust store", "err", err)
+			if count, due := c.pod.lines.Due("arguments"); due {
+				e.config.Log.Warn("it is not known whether a program changes a trust store", "uid", c.pod.uid,
+					"container", c.name, "err", err, "count", count)
+			}
 		}
 		switch {
 		case !writes:

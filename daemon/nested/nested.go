@@ -14,7 +14,7 @@
 // instruction, and an event tells this process about it.
 //
 // The daemon opens the container's root, mounts a copy with the CA over each trust store there (plugin/truststore), and
-// lets the process go on, in two milliseconds. A container whose stores take longer than the deadline goes on without,
+// lets the process go on, in some milliseconds. A container whose stores take longer than the deadline goes on without,
 // and counts as one that does not trust the CA.
 //
 // The process is given environment variables, too, for clients that read no store (variables.go). So is each one that
@@ -168,13 +168,18 @@ func (e *Engine) Run(ctx context.Context) error {
 			e.lasting.Wait()
 			e.work.Wait()
 			e.parents.finish()
-			e.mu.Lock()
-			defer e.mu.Unlock()
-			for _, pod := range e.pods {
-				pod.tmpfs.close()
-			}
+			e.closeAll()
 			return nil
 		}
+	}
+}
+
+// closeAll closes the copies of all pods.
+func (e *Engine) closeAll() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, pod := range e.pods {
+		pod.tmpfs.close()
 	}
 }
 
@@ -417,9 +422,9 @@ func (e *Engine) handle(w *watcher, ev event) {
 		if !c.settled.Load() || ev.Flags&flagLook != 0 {
 			e.do(c, p, func() error { return e.equip(ctx, w, c, c.inRoot(p)) })
 		}
-		if ev.Flags&(flagEntry|flagJob) == flagEntry {
-			variables = e.addVariables(ctx, c, p)
-		}
+	}
+	if ctx.Err() == nil && ev.Flags&(flagEntry|flagJob) == flagEntry {
+		variables = e.addVariables(ctx, c, p)
 	}
 	if u := e.updateBy(ctx, c, p, name, variables); u != updateNone {
 		e.do(c, p, func() error { return e.stepAside(ctx, w, c, p, u) })
@@ -621,7 +626,7 @@ func (e *Engine) refresh() {
 // needed are the capabilities that the engine needs, by their numbers.
 var needed = map[int]string{
 	unix.CAP_SYS_ADMIN:    "SYS_ADMIN",    // BPF, mounts, setns(2)
-	unix.CAP_SYS_PTRACE:   "SYS_PTRACE",   // the roots and namespaces of processes
+	unix.CAP_SYS_PTRACE:   "SYS_PTRACE",   // the roots and namespaces of processes, and variables
 	unix.CAP_SYS_CHROOT:   "SYS_CHROOT",   // setns(2) into a mount namespace
 	unix.CAP_KILL:         "KILL",         // SIGCONT for processes of other users
 	unix.CAP_DAC_OVERRIDE: "DAC_OVERRIDE", // stores that only their owner may read

@@ -248,18 +248,7 @@ func (p *process) isHeld() bool {
 		return false
 	}
 	call, err := p.systemCall(".")
-	if err != nil {
-		return false
-	}
-	switch {
-	case call.isExec():
-		return true
-	// Those of 32-bit programs on amd64 and arm64. 11 is munmap(2), too, but an exec leaves no arguments.
-	case call.number == 11, call.number == 358, call.number == 387:
-		return call.arguments == [6]uint64{}
-	default:
-		return false
-	}
+	return err == nil && call.isExec()
 }
 
 // systemCall is one in which a thread sleeps, or the last one of a thread that is stopped.
@@ -268,10 +257,17 @@ type systemCall struct {
 	arguments [6]uint64
 }
 
-// isExec reports whether the call is an exec of a 64-bit program. It is the last one of a process that has run none of
-// the new program's instructions: an interrupt leaves none.
+// isExec reports whether the call is an exec. It is the last one of a process that has run none of the new program's
+// instructions: an interrupt leaves none.
 func (c systemCall) isExec() bool {
-	return c.number == unix.SYS_EXECVE || c.number == unix.SYS_EXECVEAT
+	switch c.number {
+	case unix.SYS_EXECVE, unix.SYS_EXECVEAT:
+		return true
+	case 11, 358, 387: // by 32-bit programs on amd64 and arm64. 11 is munmap(2), too, but an exec leaves no arguments
+		return c.arguments == [6]uint64{}
+	default:
+		return false
+	}
 }
 
 // systemCall returns that of the thread with a folder. It fails for a thread that runs.

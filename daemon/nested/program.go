@@ -40,8 +40,8 @@ const flagJob = 1
 // flagLook is in the flags of an event if the last look at the container was lookInterval ago.
 const flagLook = 2
 
-// flagEntry is in the flags of an event if the process enters the container: it is its first one, or has a parent in
-// another mount namespace, as one of `docker exec`.
+// flagEntry is in the flags of an event if the process enters the container: it is the first one that is seen there, or
+// has a parent in another mount namespace, as one of `docker exec`. That parent stays: each further exec is an entry.
 const flagEntry = 4
 
 // lookInterval is the time after which an exec stops in a container that is known: stores may have appeared there.
@@ -173,10 +173,11 @@ const (
 //	if (mount namespace == that of first) return // a process of the pod's own container
 //	verdict = known[mount namespace]
 //	if (verdict == own) return
-//	if (verdict == settled && looked[mount namespace] + interval > now && !updaters[name]
-//		&& mount namespace == that of the parent) return
+//	entry = mount namespace != that of the parent
+//	look = verdict == settled && looked[mount namespace] + interval <= now
+//	if (verdict == settled && !look && !entry && !updaters[name]) return
 //	if (!verdict && root == that of first) return // the pod's own container, too, as with unshare(1)
-//	if (verdict != aside && !updater) looked[mount namespace] = now
+//	if (!verdict || look) looked[mount namespace] = now
 //	record = reserve()
 //	if (!record) return                          // never stop a process that the daemon does not know of
 //	if (!verdict) known[mount namespace] = settled

@@ -117,7 +117,7 @@ func (e *Engine) list(pods map[uint32]*watchedPod) (map[uint64]*running, error) 
 		}
 	}
 	found := map[uint64]*running{}
-	for _, p := range l.processes { // one that cannot be looked at may be meant to be so
+	for _, p := range l.processes { // no process can hide others by an error
 		if noteErr := e.note(found, &l, p, pods); noteErr != nil && !p.ended() {
 			err = noteErr // one stands for all
 		}

@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// variable is an environment variable. A program that has the one of unless, or has this one, is not given it.
+// variable is an environment variable. It is not given to a program that has it, or has the variable unless.
 type variable struct{ name, value, unless string }
 
 // bundleVariable names a bundle that OpenSSL and others read in place of their own.
@@ -37,8 +37,8 @@ func variablesFor(bundle string) []variable {
 // the process is frozen or has no time.
 const traceTime = 500 * time.Millisecond
 
-// addVariables adds environment variables, as NAME=value, to a program that has stopped before its first instruction. It
-// reports false for a program that is not to have more: one of 32 bits, or one with more rights than its caller.
+// addVariables adds environment variables, as NAME=value, to a program that has stopped before its first instruction.
+// It reports false for a program that is not to have more: one of 32 bits, or one with more rights than its caller.
 //
 // The kernel has put the variables on the stack, below which there is room. A copy with more of them goes there, and
 // the stack pointer to the copy: only ptrace(2) can set it. A debugger that traces the process keeps it from that. The
@@ -126,10 +126,13 @@ func (t *tracee) checkFirst(pointer uint64) error {
 		return err
 	}
 	if !call.isExec() || now.stack != pointer {
-		return errors.New("it runs already")
+		return errTooLate
 	}
 	return nil
 }
+
+// errTooLate is the error about a process that has gone on.
+var errTooLate = errors.New("it runs already")
 
 // seize begins to trace the process, and waits until it stops for that.
 func (t *tracee) seize(ctx context.Context) error {
@@ -139,6 +142,9 @@ func (t *tracee) seize(ctx context.Context) error {
 	// The process of this number was the one that is meant, if that has not ended by now.
 	if _, err := t.stat(); err != nil {
 		return err
+	}
+	if ctx.Err() != nil { // an exec that it is in can take any time
+		return errTooLate
 	}
 	if err := unix.PtraceInterrupt(t.pid); err != nil {
 		return fmt.Errorf("stopping it: %w", err)
@@ -201,7 +207,7 @@ func missing(wanted []variable, has map[string]string) (entries []string) {
 	for _, v := range wanted {
 		_, present := has[v.name]
 		_, loses := has[v.unless]
-		if !present && !loses {
+		if !present && (!loses || v.unless == "") {
 			entries = append(entries, v.name+"="+v.value)
 		}
 	}

@@ -25,6 +25,10 @@ type Bind struct {
 	Mountinfo func() ([]byte, error)
 }
 
+// selinuxLabel is the attribute with the label of SELinux. A copy has no others: they take memory that the bounds of a
+// tmpfs do not count.
+const selinuxLabel = "security.selinux"
+
 // opensslFiles are the files that OpenSSL reads before the directory with hashed names.
 var opensslFiles = []string{"/usr/lib/ssl/cert.pem", "/etc/ssl/cert.pem", "/etc/pki/tls/cert.pem"}
 
@@ -62,7 +66,7 @@ func (r *root) bindOver(p *place, old *os.File, info unix.Statx_t, contents chan
 	defer discard()
 	err = writeBuffered(f, contents)
 	if err == nil {
-		err = inherit(f, old, info, "security.") // labels; others take memory that no tmpfs counts
+		err = inherit(f, old, info, selinuxLabel)
 	}
 	if err == nil {
 		err = r.unmountOurs(p)

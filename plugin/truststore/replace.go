@@ -119,10 +119,10 @@ func writeBuffered(f *os.File, contents change) error {
 	return nil
 }
 
-// inherit gives a new file the owner, the mode and the extended attributes of the old one with a prefix. The owner is
-// last: to change the mode of another user's file would take one more capability.
-func inherit(f, old *os.File, info unix.Statx_t, prefix string) error {
-	copyAttributes(f, old, prefix)
+// inherit gives a new file the owner, the mode and the extended attributes of the old one, or only one attribute. The
+// owner is last: to change the mode of another user's file would take one more capability.
+func inherit(f, old *os.File, info unix.Statx_t, only string) error {
+	copyAttributes(f, old, only)
 	if err := unix.Fchmod(int(f.Fd()), uint32(info.Mode)&0o7777); err != nil {
 		return fmt.Errorf("giving the new file its mode: %w", err)
 	}
@@ -135,9 +135,9 @@ func inherit(f, old *os.File, info unix.Statx_t, prefix string) error {
 // maxAttributes bounds the names, and the values together, of extended attributes.
 const maxAttributes = 64 << 10
 
-// copyAttributes copies the extended attributes that can be copied, and whose names begin with a prefix. A label that this process may not set is left out:
-// the file system gives the new file one.
-func copyAttributes(f, old *os.File, prefix string) {
+// copyAttributes copies the extended attributes that can be copied, or one only. A label that this process may not set
+// is left out: the file system gives the new file one.
+func copyAttributes(f, old *os.File, only string) {
 	size, err := unix.Flistxattr(int(old.Fd()), nil)
 	if err != nil || size == 0 || size > maxAttributes {
 		return
@@ -149,7 +149,8 @@ func copyAttributes(f, old *os.File, prefix string) {
 	}
 	for name := range strings.SplitSeq(strings.TrimSuffix(string(names[:size]), "\x00"), "\x00") {
 		length, err := unix.Fgetxattr(int(old.Fd()), name, nil)
-		if err != nil || length > left || strings.HasPrefix(name, "trusted.overlay.") || !strings.HasPrefix(name, prefix) {
+		if err != nil || length > left || only != "" && name != only ||
+			strings.HasPrefix(name, "trusted.overlay.") {
 			continue
 		}
 		left -= length

@@ -196,7 +196,7 @@ func (r *root) newPlace(name string, dir *os.File, base string) (*place, error) 
 	return &place{location: where, path: name, dir: dir}, nil
 }
 
-func (r *root) maxStore() uint64 {
+func (r *root) sizeLimit() uint64 {
 	if r.bind != nil {
 		return maxBound
 	}
@@ -217,7 +217,7 @@ func (r *root) openRegular(p *place) (*os.File, error) {
 	if info.Mode&unix.S_IFMT != unix.S_IFREG {
 		return nil, fmt.Errorf("%s is not a regular file (mode %o)", p.path, info.Mode)
 	}
-	if most := r.maxStore(); info.Size > most {
+	if most := r.sizeLimit(); info.Size > most {
 		return nil, fmt.Errorf("%s has %d bytes, more than %d", p.path, info.Size, most)
 	}
 	if err := r.refuse(handle); err != nil {
