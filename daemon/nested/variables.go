@@ -1,11 +1,12 @@
 package nested
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"os"
+	"io"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -91,12 +92,7 @@ func (t *tracee) addVariables(ctx context.Context, entries []string) (added bool
 	if err := t.checkFirst(*pointer); err != nil {
 		return false, err
 	}
-	memory, err := t.open("mem", unix.O_RDWR)
-	if err != nil {
-		return false, err
-	}
-	defer func() { _ = memory.Close() }() // all is written
-	stack, err := readStack(memory, *pointer)
+	stack, err := t.readStack(*pointer)
 	if err != nil {
 		return false, err
 	}
@@ -105,8 +101,8 @@ func (t *tracee) addVariables(ctx context.Context, entries []string) (added bool
 		return false, err
 	}
 	*pointer -= uint64(len(more))
-	if _, err := memory.WriteAt(more, int64(*pointer)); err != nil {
-		return false, fmt.Errorf("writing to the stack: %w", err)
+	if err := t.writeStack(*pointer, more); err != nil {
+		return false, err
 	}
 	if _, err := t.registers(unix.PTRACE_SETREGSET, registers); err != nil {
 		return false, fmt.Errorf("setting the stack pointer: %w", err)
@@ -221,14 +217,34 @@ const (
 	maxAdded = 96 << 10
 )
 
-// readStack reads the stack of a new program, from its pointer on. It may end before.
-func readStack(memory *os.File, pointer uint64) ([]byte, error) {
+// readStack reads the stack of a new program, from its pointer on. It may end before. The file /proc/PID/mem would not
+// do for the next function: the daemon has the node's /proc read-only.
+func (t *tracee) readStack(pointer uint64) ([]byte, error) {
 	stack := make([]byte, maxVectors)
-	n, err := memory.ReadAt(stack, int64(pointer))
-	if n < word {
-		return nil, fmt.Errorf("reading the stack: %w", err)
+	n, err := unix.ProcessVMReadv(t.pid, local(stack), remote(pointer, stack), 0)
+	if err != nil || n < word {
+		return nil, fmt.Errorf("reading the stack: %w", cmp.Or(err, io.ErrUnexpectedEOF))
 	}
-	return stack[:n], nil // it ends before the length that was asked for
+	return stack[:n], nil
+}
+
+func (t *tracee) writeStack(pointer uint64, data []byte) error {
+	n, err := unix.ProcessVMWritev(t.pid, local(data), remote(pointer, data), 0)
+	if err != nil || n < len(data) {
+		return fmt.Errorf("writing to the stack: %w", cmp.Or(err, io.ErrShortWrite))
+	}
+	return nil
+}
+
+func local(data []byte) []unix.Iovec {
+	v := unix.Iovec{Base: unsafe.SliceData(data)}
+	v.SetLen(len(data))
+	return []unix.Iovec{v}
+}
+
+// remote is the part of the process's memory at a pointer that is as long as data.
+func remote(pointer uint64, data []byte) []unix.RemoteIovec {
+	return []unix.RemoteIovec{{Base: uintptr(pointer), Len: len(data)}}
 }
 
 // The ends of the parts of the stack of a new program (System V ABI: initial process stack).
