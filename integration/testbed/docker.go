@@ -92,21 +92,24 @@ func (p *Pod) PrepareDocker() []string {
 	return args
 }
 
-// Cgroup returns the name of the pod's cgroup. It is removed when the test ends.
+// Cgroup returns the name of the pod's cgroup. It is removed when the test ends, after all that is started in it has.
 func (p *Pod) Cgroup() string {
 	p.tb.Helper()
-	cgroup := "/" + p.Host.Name
+	if p.cgroup != "" {
+		return p.cgroup
+	}
+	p.cgroup = "/" + p.Host.Name
 	p.tb.Cleanup(func() {
 		// The first thread of a killed dockerd is gone before the others are, on a machine under load for long.
 		Eventually(p.tb, "the processes of "+p.String()+" have left its cgroup", func() bool {
-			err := removeCgroups(cgroup)
+			err := removeCgroups(p.cgroup)
 			if err != nil && !errors.Is(err, unix.EBUSY) {
 				p.tb.Fatalf("%v", err)
 			}
 			return err == nil
 		})
 	})
-	return cgroup
+	return p.cgroup
 }
 
 // ConnectDocker waits until a dockerd with the arguments of PrepareDocker answers, and calls check meanwhile.

@@ -257,6 +257,7 @@ type Pod struct {
 
 	node      *Node
 	namespace string
+	cgroup    string // empty until something is started in it
 	// RuntimeConfig is handed to the plugins that declare the capabilities.
 	RuntimeConfig map[string]any
 }
