@@ -96,12 +96,15 @@ func TestVariables(t *testing.T) {
 
 // TestVariablesTooLate: a program that runs keeps its stack, and goes on.
 func TestVariablesTooLate(t *testing.T) {
-	for name, script := range map[string]string{
-		"it sleeps":   "trap 'exit 7' TERM; echo up; while :; do sleep 0.1; done",
-		"it computes": "trap 'exit 7' TERM; echo up; while :; do :; done",
+	const executes = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(7))\n" +
+		"print('up', flush=True)\nwhile True:\n try: os.execv('/none', ['none'])\n except OSError: pass"
+	for name, args := range map[string][]string{
+		"it sleeps":      {"busybox", "sh", "-c", "trap 'exit 7' TERM; echo up; while :; do sleep 0.1; done"},
+		"it computes":    {"busybox", "sh", "-c", "trap 'exit 7' TERM; echo up; while :; do :; done"},
+		"its execs fail": {"python3", "-c", executes},
 	} {
 		t.Run(name, func(t *testing.T) {
-			cmd := exec.Command("/bin/busybox", "sh", "-c", script)
+			cmd := exec.Command(args[0], args[1:]...)
 			out, err := cmd.StdoutPipe()
 			must(t, err)
 			must(t, cmd.Start())
