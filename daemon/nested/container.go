@@ -11,7 +11,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -211,55 +210,23 @@ func (e *Engine) addVariables(ctx context.Context, c *container, p *process) map
 	if bundle == "" || c.inRoot(p) != p {
 		return nil
 	}
-	all, err := c.tryVariables(ctx, p, variablesFor(bundle))
-	if err != nil {
-		if count, due := c.pod.lines.Due("variables"); due {
-			e.config.Log.Warn("a program in a nested container lacks variables for the CA", "uid", c.pod.uid,
-				"container", c.name, "err", err, "count", count)
-		}
-	}
+	all, err := look(ctx, c.pod, func() map[string]string {
+		all, err := p.withVariables(ctx, variablesFor(bundle))
+		e.warnOfVariables(c, err)
+		return all
+	})
+	e.warnOfVariables(c, err)
 	return all
 }
 
-// tryVariables adds variables to a program, and returns all that it has then. There are none if it is not to have more.
-// The memory of a process that does not wait until then may be a file of a FUSE that hangs: a look is taken until it
-// responds.
-func (c *container) tryVariables(ctx context.Context, p *process, wanted []variable) (map[string]string, error) {
-	select {
-	case c.pod.looks <- struct{}{}:
-	case <-time.After(lookWait):
-		return nil, errors.New("too many programs are looked at at the same time")
+func (e *Engine) warnOfVariables(c *container, err error) {
+	if err == nil {
+		return
 	}
-	type outcome struct {
-		all map[string]string
-		err error
+	if count, due := c.pod.lines.Due("variables"); due {
+		e.config.Log.Warn("a program in a nested container lacks variables for the CA", "uid", c.pod.uid,
+			"container", c.name, "err", err, "count", count)
 	}
-	done := make(chan outcome, 1)
-	go func() {
-		defer func() { <-c.pod.looks }()
-		all, err := p.withVariables(ctx, wanted)
-		done <- outcome{all, err}
-	}()
-	select {
-	case o := <-done:
-		return o.all, o.err
-	case <-ctx.Done():
-		return nil, errors.New("the process does not respond")
-	}
-}
-
-// withVariables adds the variables that a program does not have.
-func (p *process) withVariables(ctx context.Context, wanted []variable) (map[string]string, error) {
-	all := p.environment()
-	entries := missing(wanted, all)
-	if added, err := p.addVariables(ctx, entries); err != nil || !added {
-		return nil, err
-	}
-	for _, entry := range entries {
-		name, value, _ := strings.Cut(entry, "=")
-		all[name] = value
-	}
-	return all, nil
 }
 
 // boundStores returns the paths of the stores that have the CA, or had it before an updater.
@@ -271,10 +238,10 @@ func (c *container) boundStores() []string {
 
 // isBusy reports whether a process is one of the updaters that run.
 func (c *container) isBusy(p *process) bool {
-	now, err := p.stat()
+	wanted, err := p.identity()
 	return err == nil && slices.ContainsFunc(c.busy, func(b *process) bool {
-		s, err := b.stat()
-		return err == nil && b.dir.Name() == p.dir.Name() && s.start == now.start
+		id, err := b.identity()
+		return err == nil && id == wanted
 	})
 }
 

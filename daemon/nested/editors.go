@@ -7,7 +7,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -25,55 +24,46 @@ func (e *Engine) updateBy(
 	if isUpdater(name) {
 		return updateAll
 	}
-	stores := c.boundStores()
-	if !slices.Contains(byArguments, name) || len(stores) == 0 && (c.settled.Load() || slices.Contains(editors, name)) {
+	isKnownWithout := len(c.boundStores()) == 0 && (c.settled.Load() || slices.Contains(editors, name))
+	if isKnownWithout || !slices.Contains(byArguments, name) {
 		return updateNone
 	}
-	select {
-	case c.pod.looks <- struct{}{}:
-	case <-time.After(lookWait):
-		return updateNone
-	}
-	done := make(chan update, 1)
-	go func() {
-		defer func() { <-c.pod.looks }()
-		writes, err := p.updates(name, stores)
+	u, _ := look(ctx, c.pod, func() update {
+		u, err := c.updateOf(p, name, variables)
 		if err != nil && !p.ended() {
 			if count, due := c.pod.lines.Due("arguments"); due {
 				e.config.Log.Warn("it is not known whether a program changes a trust store", "uid", c.pod.uid,
 					"container", c.name, "err", err, "count", count)
 			}
 		}
-		switch {
-		case !writes:
-			done <- updateNone
-		case p.isServed(name, variables, c.machineBundle()):
-			done <- updatePackages
-		default:
-			done <- updateAll
-		}
-	}()
-	select {
-	case u := <-done:
 		return u
-	case <-ctx.Done():
-		return updateNone
-	}
+	}) // none without a look
+	return u
 }
 
-// updates reports whether the process, which runs a program of that name, changes one of the stores.
-func (p *process) updates(name string, stores []string) (bool, error) {
+// updateOf returns the update that a process makes, which runs a program of that name. variables are those of the
+// process, or nil if it is to be asked.
+func (c *container) updateOf(p *process, name string, variables map[string]string) (update, error) {
 	arguments, err := p.arguments()
 	if err != nil {
-		return false, err
+		return updateNone, err
 	}
+	var writes bool
 	switch {
 	case slices.Contains(editors, name):
-		return p.touches(stores, arguments)
+		writes, err = p.touches(c.boundStores(), arguments)
 	case name == openssl:
-		return isRehash(arguments), nil
+		writes = isRehash(arguments)
 	default:
-		return isInstaller(name, arguments), nil
+		writes = isInstaller(name, arguments)
+	}
+	switch {
+	case err != nil || !writes:
+		return updateNone, err
+	case p.isServed(name, arguments, variables, c.machineBundle()):
+		return updatePackages, nil
+	default:
+		return updateAll, nil
 	}
 }
 

@@ -60,10 +60,11 @@ func TestTouchesStore(t *testing.T) {
 		must(t, err)
 		if i >= 0 {
 			c := cases[i]
-			touches, err := held.updates("rm", []string{"/" + store})
+			known := &container{stores: []string{"/" + store}}
+			u, err := known.updateOf(held, "rm", nil)
 			must(t, err)
-			if touches != c.want || e.name() != "rm" {
-				t.Errorf("%s in %s, with %s: got %t, want %t", e.Name, c.cwd, c.arguments, touches, c.want)
+			if (u == updateAll) != c.want || e.name() != "rm" {
+				t.Errorf("%s in %s, with %s: got %d, want an update: %t", e.Name, c.cwd, c.arguments, u, c.want)
 			}
 		}
 		must(t, held.resume())

@@ -417,12 +417,10 @@ func (e *Engine) handle(w *watcher, ev event) {
 		return
 	}
 	name := ev.name()
-	var variables map[string]string
-	if !isUpdater(name) {
-		if !c.settled.Load() || ev.Flags&flagLook != 0 {
-			e.do(c, p, func() error { return e.equip(ctx, w, c, c.inRoot(p)) })
-		}
+	if !isUpdater(name) && (!c.settled.Load() || ev.Flags&flagLook != 0) {
+		e.do(c, p, func() error { return e.equip(ctx, w, c, c.inRoot(p)) })
 	}
+	var variables map[string]string
 	if ctx.Err() == nil && ev.Flags&(flagEntry|flagJob) == flagEntry {
 		variables = e.addVariables(ctx, c, p)
 	}
@@ -601,10 +599,15 @@ func (e *Engine) updateAll(w *watcher) {
 	for _, c := range e.of("") {
 		of[c.pod] = append(of[c.pod], c)
 	}
-	for _, containers := range of {
+	forEachPod(e, of, func(c *container) { e.equipRunning(w, c) })
+}
+
+// forEachPod begins to call do for the items of pods, those of each pod one after another.
+func forEachPod[T any](e *Engine, of map[*watchedPod][]T, do func(T)) {
+	for _, items := range of {
 		e.work.Go(func() {
-			for _, c := range containers {
-				e.equipRunning(w, c)
+			for _, item := range items {
+				do(item)
 			}
 		})
 	}

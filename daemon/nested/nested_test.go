@@ -4,9 +4,9 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -372,17 +372,10 @@ func TestCopies(t *testing.T) {
 // TestBusyMachine: containers have the CA and the variables at their first instruction also on a machine that has no
 // time.
 func TestBusyMachine(t *testing.T) {
-	for range 2 * runtime.NumCPU() {
-		busy := exec.Command("/bin/busybox", "sh", "-c", "while :; do :; done")
-		must(t, busy.Start())
-		t.Cleanup(func() {
-			_ = busy.Process.Kill() // it runs
-			_ = busy.Wait()
-		})
-	}
+	testbed.KeepBusy(t, 2*runtime.NumCPU())
 	p := newPod(t)
 	newEngine(t, p)
-	before := ownNamespaces(t)
+	before := testbed.Namespaces(t, os.Getpid())
 	const starts = 100
 	for range starts {
 		p.start(countCA + "; [ \"$DENO_TLS_CA_STORE\" ]")
@@ -394,21 +387,9 @@ func TestBusyMachine(t *testing.T) {
 	if got, want := p.output(), strings.Repeat("1\n", starts); got != want {
 		t.Errorf("the stores have the CA %q times, want %q", got, want)
 	}
-	if after := ownNamespaces(t); after != before {
-		t.Errorf("the first thread was in %s, and is in %s", before, after)
+	if after := testbed.Namespaces(t, os.Getpid()); !slices.Equal(after, before) {
+		t.Errorf("the first thread was in %q, and is in %q", before, after)
 	}
-}
-
-// ownNamespaces are those of the first thread, which /proc shows as those of the process.
-func ownNamespaces(t *testing.T) string {
-	t.Helper()
-	var all []string
-	for _, name := range []string{"mnt", "net"} {
-		namespace, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", os.Getpid(), name))
-		must(t, err)
-		all = append(all, namespace)
-	}
-	return strings.Join(all, " ")
 }
 
 // TestWithoutBTF: on a kernel without its types containers start as ever, and the status says why they are not given

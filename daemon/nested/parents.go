@@ -29,18 +29,13 @@ type parents struct {
 	work  sync.WaitGroup
 	ended chan struct{} // closed to end all looks
 
-	mu    sync.Mutex // guards looks; no lock is taken under it
-	looks map[parent]chan struct{}
-}
-
-// parent is a process that is looked at. Its channel in the map has an element if a child has stopped since.
-type parent struct {
-	folder string
-	start  uint64
+	mu sync.Mutex // guards looks; no lock is taken under it
+	// looks are the parents that are looked at. The channel has an element if a child has stopped since.
+	looks map[identity]chan struct{}
 }
 
 func newParents(proc string, letGo func(*process) bool) *parents {
-	return &parents{proc: proc, letGo: letGo, ended: make(chan struct{}), looks: map[parent]chan struct{}{}}
+	return &parents{proc: proc, letGo: letGo, ended: make(chan struct{}), looks: map[identity]chan struct{}{}}
 }
 
 // finish waits for the looks that go on: no parent is left stopped that stops itself soon.
@@ -88,12 +83,11 @@ func (l *parents) open(child *process) (*process, error) {
 
 // look looks at a parent for about a second after a child has gone on. It closes the parent.
 func (l *parents) look(p *process) {
-	s, err := p.stat()
+	key, err := p.identity()
 	if err != nil {
 		p.close()
 		return // it has ended
 	}
-	key := parent{p.dir.Name(), s.start}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	again, looking := l.looks[key]
@@ -112,7 +106,7 @@ func (l *parents) look(p *process) {
 	p.close()
 }
 
-func (l *parents) run(p *process, key parent, again chan struct{}) {
+func (l *parents) run(p *process, key identity, again chan struct{}) {
 	defer p.close()
 	for done := false; !done; {
 		l.await(p, again)

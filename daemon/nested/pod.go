@@ -92,6 +92,27 @@ func (c *container) alone(ctx context.Context, do func() error) error {
 	}
 }
 
+// look calls do for a look at a program, and returns its value. It returns at the end of ctx also if do does not: the
+// memory of a process, or the way to a file, may be one of a FUSE that hangs. The look is taken until do has returned.
+func look[T any](ctx context.Context, p *watchedPod, do func() T) (value T, err error) {
+	select {
+	case p.looks <- struct{}{}:
+	case <-time.After(lookWait):
+		return value, errors.New("too many programs are looked at at the same time")
+	}
+	done := make(chan T, 1)
+	go func() {
+		defer func() { <-p.looks }()
+		done <- do()
+	}()
+	select {
+	case value = <-done:
+		return value, nil
+	case <-ctx.Done():
+		return value, errors.New("the process does not respond")
+	}
+}
+
 // warn logs that a container is not given the CA, unless there was such a line just now: a pod can cause it at any
 // rate.
 func (p *watchedPod) warn(log *slog.Logger, container string, err error) {

@@ -106,6 +106,26 @@ func (p *process) stat() (s stat, err error) {
 	return stat{state: fields[0][0], parent: uint32(parent), start: start, stack: stack}, nil
 }
 
+// pid is the number of the process, which is that of another one as soon as it has ended.
+func (p *process) pid() (int, error) {
+	pid, err := strconv.Atoi(filepath.Base(p.dir.Name()))
+	if err != nil {
+		return 0, fmt.Errorf("the number of process %s: %w", p.dir.Name(), err)
+	}
+	return pid, nil
+}
+
+// identity tells a process from all others, also from later ones with the same number.
+type identity struct {
+	folder string
+	start  uint64
+}
+
+func (p *process) identity() (identity, error) {
+	s, err := p.stat()
+	return identity{p.dir.Name(), s.start}, err
+}
+
 // name is that of the program that the process runs, as the kernel keeps it.
 func (p *process) name() (string, error) {
 	data, err := p.read("comm")
@@ -210,9 +230,9 @@ func (p *process) isFirst() bool {
 
 // await waits for the end of the process, or of ctx. It does not take a thread.
 func (p *process) await(ctx context.Context) error {
-	pid, err := strconv.Atoi(filepath.Base(p.dir.Name()))
+	pid, err := p.pid()
 	if err != nil {
-		return fmt.Errorf("waiting for process %s: %w", p.dir.Name(), err)
+		return fmt.Errorf("waiting for a process: %w", err)
 	}
 	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
 	if errors.Is(err, unix.ESRCH) {

@@ -57,8 +57,9 @@ func TestEnded(t *testing.T) {
 	defer p.close()
 	must(t, cmd.Process.Kill())
 	_ = cmd.Wait() // killed
-	if touches, err := p.updates("rm", []string{"/" + store}); err == nil || touches {
-		t.Errorf("got %t, %v, want an error", touches, err)
+	c := &container{stores: []string{"/" + store}}
+	if u, err := c.updateOf(p, "rm", nil); err == nil || u != updateNone {
+		t.Errorf("got %d, %v, want an error", u, err)
 	}
 	if text, err := p.link("cwd"); err == nil || text != "" {
 		t.Errorf("got %q, %v, want an error", text, err)

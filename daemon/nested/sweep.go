@@ -56,13 +56,7 @@ func (e *Engine) sweep(w *watcher, pods map[uint32]*watchedPod) {
 		}
 		of[c.pod] = append(of[c.pod], r)
 	}
-	for _, containers := range of {
-		e.work.Go(func() {
-			for _, r := range containers {
-				e.begun(w, r)
-			}
-		})
-	}
+	forEachPod(e, of, func(r *running) { e.begun(w, r) })
 }
 
 func (r *running) close() {

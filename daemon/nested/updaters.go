@@ -78,12 +78,8 @@ func isInstaller(name string, arguments []string) bool {
 // isServed reports whether a process with a program of that name installs Python packages, and trusts the CA by its
 // variables while the stores of packages are without. uvx, `uv run` and the like run other programs meanwhile, which
 // may need these stores. variables are nil if the process is to be asked.
-func (p *process) isServed(name string, variables map[string]string, bundle string) bool {
-	if name != "uv" || bundle == "" {
-		return false
-	}
-	arguments, err := p.arguments()
-	if err != nil || slices.Contains(arguments, "run") {
+func (p *process) isServed(name string, arguments []string, variables map[string]string, bundle string) bool {
+	if name != "uv" || bundle == "" || slices.Contains(arguments, "run") {
 		return false
 	}
 	if variables == nil {

@@ -7,10 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"path/filepath"
 	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 	"unsafe"
@@ -38,6 +36,30 @@ func variablesFor(bundle string) []variable {
 // the process is frozen or has no time.
 const traceTime = 500 * time.Millisecond
 
+// withVariables adds the variables that a program does not have, and returns all that it has then. There are none if it
+// is not to have more.
+func (p *process) withVariables(ctx context.Context, wanted []variable) (map[string]string, error) {
+	all := p.environment()
+	var entries []string
+	for _, v := range missing(wanted, all) {
+		entries = append(entries, v.name+"="+v.value)
+		all[v.name] = v.value
+	}
+	if added, err := p.addVariables(ctx, entries); err != nil || !added {
+		return nil, err
+	}
+	return all, nil
+}
+
+// missing are the variables that an environment does not have.
+func missing(wanted []variable, has map[string]string) []variable {
+	return slices.DeleteFunc(slices.Clone(wanted), func(v variable) bool {
+		_, present := has[v.name]
+		_, loses := has[v.unless]
+		return present || loses && v.unless != ""
+	})
+}
+
 // addVariables adds environment variables, as NAME=value, to a program that has stopped before its first instruction.
 // It reports false for a program that is not to have more: one of 32 bits, or one with more rights than its caller.
 //
@@ -48,9 +70,9 @@ func (p *process) addVariables(ctx context.Context, entries []string) (added boo
 	if len(entries) == 0 {
 		return true, nil
 	}
-	pid, err := strconv.Atoi(filepath.Base(p.dir.Name()))
+	pid, err := p.pid()
 	if err != nil {
-		return false, fmt.Errorf("adding variables to process %s: %w", p.dir.Name(), err)
+		return false, fmt.Errorf("adding variables: %w", err)
 	}
 	ctx, cancel := context.WithTimeout(ctx, traceTime)
 	defer cancel()
@@ -196,18 +218,6 @@ func (t *tracee) registers(request int, values []uint64) (length int, err error)
 		return 0, errno
 	}
 	return int(set.Len), nil
-}
-
-// missing are the variables that an environment does not have, as NAME=value.
-func missing(wanted []variable, has map[string]string) (entries []string) {
-	for _, v := range wanted {
-		_, present := has[v.name]
-		_, loses := has[v.unless]
-		if !present && (!loses || v.unless == "") {
-			entries = append(entries, v.name+"="+v.value)
-		}
-	}
-	return entries
 }
 
 const (

@@ -33,16 +33,7 @@ func TestBusyMachine(t *testing.T) {
 	l.publish(i)
 	name := registryAddress + "/" + i.repository
 	l.mustRun(l.docker.Command("pull", "--quiet", name))
-	for range 4 * runtime.NumCPU() {
-		busy := exec.Command("/bin/busybox", "sh", "-c", "while :; do :; done")
-		if err := busy.Start(); err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() {
-			_ = busy.Process.Kill() // it runs
-			_ = busy.Wait()
-		})
-	}
+	testbed.KeepBusy(t, 4*runtime.NumCPU())
 	const starts = 100
 	var early atomic.Int32
 	var group errgroup.Group

@@ -18,7 +18,7 @@ import (
 type state struct {
 	node   []string // the mounts in the namespace of sluiced
 	docker []string // those in the namespace of dockerd
-	daemon []string // the namespaces of sluiced, as its first thread has them: probes run there
+	daemon []string // the namespaces of sluiced: probes run there
 }
 
 // stateOf returns the state when no container runs: the pod has the processes of dockerd alone.
@@ -39,13 +39,7 @@ func (l *lab) stateOf(t *testing.T) state {
 		return len(namespaces) == 1 && namespaces[0] != own
 	})
 	s.node = mountsOf(t, os.Getpid())
-	for _, name := range []string{"mnt", "net"} {
-		namespace, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", l.Daemon.Pid(), name))
-		if err != nil {
-			t.Fatal(err)
-		}
-		s.daemon = append(s.daemon, namespace)
-	}
+	s.daemon = testbed.Namespaces(t, l.Daemon.Pid())
 	return s
 }
 

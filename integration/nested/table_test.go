@@ -30,24 +30,15 @@ func TestTable(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	var ok, all int
-	for _, r := range results {
-		if r.image != withoutStore {
-			all++
-			if r.ok {
-				ok++
-			}
-		}
-	}
+	ok, all := tally(results, func(r result) bool { return r.image != withoutStore })
 	t.Logf("%d of %d starts got their answer", ok, all)
 	if ok*100 < all*98 {
 		t.Error("that is less than 98 %")
 	}
 }
 
-// count is the part of some results that are ok, as the tables show it.
-func count(results []result, among func(result) bool) string {
-	ok, all := 0, 0
+// tally counts some results, and those of them that are ok.
+func tally(results []result, among func(result) bool) (ok, all int) {
 	for _, r := range results {
 		if among(r) {
 			all++
@@ -56,6 +47,12 @@ func count(results []result, among func(result) bool) string {
 			}
 		}
 	}
+	return ok, all
+}
+
+// count is the part of some results that are ok, as the tables show it.
+func count(results []result, among func(result) bool) string {
+	ok, all := tally(results, among)
 	if all == 0 {
 		return "–"
 	}

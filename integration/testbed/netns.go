@@ -190,3 +190,31 @@ func Within(tb TB, timeout time.Duration, event string, cond func() bool) {
 		}
 	}
 }
+
+// Namespaces are the mount namespace and the netns of a process, as /proc shows them: those of its first thread.
+func Namespaces(tb TB, pid int) (namespaces []string) {
+	tb.Helper()
+	for _, kind := range []string{"mnt", "net"} {
+		namespace, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", pid, kind))
+		if err != nil {
+			tb.Fatalf("the namespaces of process %d: %v", pid, err)
+		}
+		namespaces = append(namespaces, namespace)
+	}
+	return namespaces
+}
+
+// KeepBusy runs endless loops until the test ends, so that the machine has no time for others.
+func KeepBusy(tb TB, loops int) {
+	tb.Helper()
+	for range loops {
+		loop := exec.Command("/bin/busybox", "sh", "-c", "while :; do :; done")
+		if err := loop.Start(); err != nil {
+			tb.Fatalf("an endless loop: %v", err)
+		}
+		tb.Cleanup(func() {
+			_ = loop.Process.Kill() // it runs
+			_ = loop.Wait()
+		})
+	}
+}
